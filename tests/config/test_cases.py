@@ -1,0 +1,112 @@
+"""Kinds of faults that other trainers had, as their users met them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.config.conftest import Load, Mistakes
+
+
+def test_cfg_unknown_key(mistakes: Mistakes) -> None:
+    wrong = {
+        "[training]\nseqlen = 64": "training.seq_len",
+        "[paralelism]\ntensor_parallel_degree = 2": "parallelism.tensor_parallel_degree",
+        "tensor_parallel_degree = 2": "parallelism.tensor_parallel_degree",
+        "[training.dataloader]\nprefetch_facter = 2": "training.dataloader.prefetch_factor",
+    }
+    for toml, meant in wrong.items():
+        (mistake,) = mistakes(toml)
+        assert mistake.startswith("run.toml: ") and f"did you mean {meant}?" in mistake
+    (mistake,) = mistakes("", "--training.seq_lenn", "64")
+    assert "command line" in mistake and "did you mean --training.seq_len?" in mistake
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "metrics.log_freq",
+        "checkpoint.interval",
+        "training.gc_freq",
+        "training.seq_len",
+        "training.steps",
+        "training.local_batch_size",
+    ],
+)
+def test_cfg_zero_freq(key: str, value: int, mistakes: Mistakes) -> None:
+    section, _, name = key.rpartition(".")
+    for found in (mistakes(f"[{section}]\n{name} = {value}"), mistakes("", f"--{key}", str(value))):
+        assert len(found) == 1 and key in found[0] and "at least 1" in found[0]
+
+
+def test_cfg_degrees(load: Load, mistakes: Mistakes) -> None:
+    replicate, shard = "--parallelism.data_parallel_replicate_degree", "--parallelism.data_parallel_shard_degree"
+    for arguments, expected in {
+        ("--parallelism.tensor_parallel_degree=3",): "tensor parallelism isn't built yet",
+        (f"{shard}=0",): "at least 1, or -1",
+        (f"{replicate}=-1", f"{shard}=-1"): "data_parallel_replicate_degree",
+        (f"{shard}=-2",): "at least 1, or -1",
+        (f"{shard}=8",): "= 8, but WORLD_SIZE = 4",
+        (f"{replicate}=2", f"{shard}=3"): "dp_replicate 2 * dp_shard 3 = 6, but WORLD_SIZE = 4; legal: ",
+    }.items():
+        (mistake,) = mistakes("", *arguments, world_size=4)
+        assert expected in mistake
+    load(world_size=1)
+
+
+def test_cfg_types(load: Load, mistakes: Mistakes) -> None:
+    for value in ('"100"', "true", "10.5"):
+        (mistake,) = mistakes(f"[training]\nsteps = {value}")
+        assert f"training.steps = {value}: expected a whole number" in mistake
+    (mistake,) = mistakes('[optimizer]\nlr = "3e-4"')
+    assert "optimizer.lr" in mistake and "expected a finite number" in mistake
+    (mistake,) = mistakes('[training]\nmixed_precision_param = "fp8"')
+    assert 'one of "bfloat16", "float16", "float32"' in mistake
+    loaded = load("[optimizer]\nlr = 1", "--training.steps", "1e3")
+    assert (loaded.config.optimizer.lr, loaded.config.training.steps) == (1.0, 1000)
+    assert isinstance(loaded.config.optimizer.lr, float) and isinstance(loaded.config.training.steps, int)
+
+
+def test_cfg_renamed(load: Load, mistakes: Mistakes) -> None:
+    loaded = load(
+        "[training]\nbatch_size = 8\n[lr_scheduler]\nlr_min = 0.1\n[experimental]\npipeline_parallel_degree = 1"
+    )
+    assert (loaded.config.training.local_batch_size, loaded.config.lr_scheduler.min_lr_factor) == (8, 0.1)
+    for old, new in {
+        "training.batch_size": "training.local_batch_size",
+        "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+        "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    }.items():
+        assert sum(f"{old} is an older name; today it is {new}" in warning for warning in loaded.warnings) == 1
+    (mistake,) = mistakes("[optimizer]\nlr_min = 0.1")
+    assert "did you mean lr_scheduler.min_lr_factor?" in mistake
+
+
+def test_cfg_bool_off(load: Load, mistakes: Mistakes) -> None:
+    toml, flag = "[metrics]\nenable_tensorboard = true", "--metrics.enable_tensorboard"
+    for off in ([f"{flag}=false"], [flag, "false"], [f"{flag}=False"], ["--metrics.no_enable_tensorboard"]):
+        assert load(toml, *off).config.metrics.enable_tensorboard is False
+    assert load(toml, "--metrics.no-enable-tensorboard").config.metrics.enable_tensorboard is False
+    for on in ([flag], [f"{flag}=true"], [flag, "TRUE"], ["--metrics.enable-tensorboard"]):
+        assert load("", *on).config.metrics.enable_tensorboard is True
+        assert load(toml, *on).config.metrics.enable_tensorboard is True
+    (mistake,) = mistakes(toml, flag, "maybe")
+    assert "maybe" in mistake and "expected true or false" in mistake
+
+
+def test_loss_gbs(load: Load, mistakes: Mistakes) -> None:
+    for batch, local, world_size, legal in ((10, 4, 2, "8 or 16"), (4, 4, 2, "8")):
+        arguments = (f"--training.global_batch_size={batch}", f"--training.local_batch_size={local}")
+        (mistake,) = mistakes("", *arguments, world_size=world_size)
+        assert f"training.global_batch_size = {batch}" in mistake
+        assert f"{local} * {world_size} batch ranks" in mistake and mistake.endswith(f"nearest legal: {legal}")
+    load("", "--training.global_batch_size=16", "--training.local_batch_size=4", world_size=2)
+
+
+def test_lr_too_long(load: Load) -> None:
+    warnings = load("", "--training.steps=10", "--lr_scheduler.warmup_steps=20").warnings
+    assert len(warnings) == 1 and "warmup_steps = 20" in warnings[0]
+    warnings = load(
+        "", "--training.steps=10", "--lr_scheduler.warmup_steps=6", "--lr_scheduler.decay_ratio=0.8"
+    ).warnings
+    assert len(warnings) == 1 and "6 + decay_ratio 0.8 * 10 steps = 14" in warnings[0]

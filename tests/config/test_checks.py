@@ -1,0 +1,166 @@
+"""Rules that span fields, warnings, and the numbers that follow from a config."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.config.conftest import Load, Mistakes
+from titan.config.checks import check
+from titan.config.derived import global_batch_size, model_sizes, resolved_steps
+from titan.config.job_config import JobConfig
+from titan.config.loader import load_config
+
+
+def test_defaults_pass_for_any_world() -> None:
+    for world_size in (1, 2, 3, 8, 1000):
+        assert check(JobConfig(), world_size, set()) == []
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "world_size", "expected"),
+    [
+        (2, 3, 4, "dp_replicate 2 * dp_shard 3 = 6, but WORLD_SIZE = 4; legal: 1 * 4, 2 * 2 or 4 * 1"),
+        (1, 8, 4, "dp_replicate 1 * dp_shard 8 = 8, but WORLD_SIZE = 4"),
+        (1, 2, 1, "dp_replicate 1 * dp_shard 2 = 2, but WORLD_SIZE = 1; legal: 1 * 1 "),
+        (
+            3,
+            -1,
+            4,
+            "dp_replicate 3 doesn't divide WORLD_SIZE = 4; legal beside data_parallel_shard_degree = -1: 1, 2 or 4",
+        ),
+    ],
+)
+def test_degrees(replicate: int, shard: int, world_size: int, expected: str) -> None:
+    config = JobConfig()
+    config.parallelism.data_parallel_replicate_degree = replicate
+    config.parallelism.data_parallel_shard_degree = shard
+    (mistake,) = check(config, world_size, set())
+    assert expected in mistake
+    assert f"parallelism.data_parallel_replicate_degree = {replicate}" in mistake
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "world_size"), [(1, -1, 4), (2, -1, 4), (2, 2, 4), (4, 1, 4), (1, 1, 1)]
+)
+def test_degrees_that_fit(replicate: int, shard: int, world_size: int) -> None:
+    config = JobConfig()
+    config.parallelism.data_parallel_replicate_degree = replicate
+    config.parallelism.data_parallel_shard_degree = shard
+    assert check(config, world_size, set()) == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "local", "world_size", "legal"),
+    [(10, 4, 2, "8 or 16"), (4, 4, 2, "8"), (17, 8, 1, "16 or 24")],
+)
+def test_global_batch(batch: int, local: int, world_size: int, legal: str) -> None:
+    config = JobConfig()
+    config.training.global_batch_size, config.training.local_batch_size = batch, local
+    (mistake,) = check(config, world_size, set())
+    assert mistake == (
+        f"training.global_batch_size = {batch}: not a multiple of training.local_batch_size {local} * {world_size} "
+        f"batch ranks (dp_replicate * dp_shard) = {local * world_size}; nearest legal: {legal}"
+    )
+
+
+def test_reported_keys_silence_the_rules_that_read_them() -> None:
+    config = JobConfig()
+    config.training.global_batch_size = 3
+    assert check(config, 1, {"training.local_batch_size"}) == []
+
+
+def test_vocabulary_of_the_flavor(monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan.data import tokenizer
+
+    class Large:
+        vocab_size = 128_256
+
+    monkeypatch.setattr(tokenizer, "build_tokenizer", lambda path: Large())
+    config = JobConfig()
+    (mistake,) = check(config, 1, set())
+    assert "the vocabulary of model.flavor debugmodel = 264" in mistake and "set model.vocab_size to 128256" in mistake
+    config.model.vocab_size = 128_256
+    assert check(config, 1, set()) == []
+
+
+def test_data_that_is_there(load: Load) -> None:
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("a")
+    for path in ("texts", "texts/a.txt", "texts/*.txt", "**/*.txt"):
+        load("", "--training.dataset=text", f"--training.dataset_path={path}")
+
+
+class TestCustomImport:
+    @pytest.fixture(autouse=True)
+    def importable(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    def test_registers_a_model(self, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+        from titan.models import spec
+
+        monkeypatch.setattr(spec, "_FAMILIES", dict(spec.model_families()))
+        Path("my_family.py").write_text(
+            "import dataclasses\n"
+            "from titan.models.spec import model_families, register_model\n"
+            "register_model(dataclasses.replace(model_families()['llama3'], name='mine'))\n"
+        )
+        assert load("", "--experimental.custom_import=my_family", "--model.name=mine").config.model.name == "mine"
+
+    def test_that_fails(self, mistakes: Mistakes) -> None:
+        Path("my_broken.py").write_text("1 / 0\n")
+        (mistake,) = mistakes("", "--experimental.custom_import=my_broken")
+        assert "experimental.custom_import = my_broken" in mistake and "ZeroDivisionError: division by zero" in mistake
+        assert "my_broken" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--training.steps=10", "lr_scheduler.warmup_steps = 200: more than the schedule's 10 steps"),
+        (
+            "--training.steps=10 --lr_scheduler.warmup_steps=6 --lr_scheduler.decay_ratio=.8",
+            "6 + decay_ratio 0.8 * 10 steps = 14: more than the schedule's 10 steps; the decay is cut to 4",
+        ),
+        (
+            "--lr_scheduler.total_steps=500 --lr_scheduler.min_lr_factor=0.1",
+            "lr_scheduler.total_steps = 500: the run has 10000 steps; after step 500 the learning rate stays at 0.1",
+        ),
+        (
+            "--training.steps=300 --training.total_tokens=16384000",
+            "training.total_tokens = 16384000 decides the length of the run: 1000 steps; training.steps = 300",
+        ),
+    ],
+)
+def test_warnings(arguments: str, expected: str, load: Load) -> None:
+    (warning,) = load("", *arguments.split(" ")).warnings
+    assert expected in warning
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["", "--training.total_tokens=16384000", "--training.steps=10 --lr_scheduler.warmup_steps=10"],
+)
+def test_no_warnings(arguments: str, load: Load) -> None:
+    assert load("", *arguments.split()).warnings == []
+
+
+def test_derived_numbers() -> None:
+    config = load_config(["--training.local_batch_size=4", "--training.seq_len=10", "--training.steps=7"]).config
+    assert global_batch_size(config, 3) == 12
+    assert resolved_steps(config, 12) == 7
+    for tokens, steps in ((1, 1), (120, 1), (121, 2), (240, 2)):
+        config.training.total_tokens = tokens
+        assert resolved_steps(config, 12) == steps
+    config.training.global_batch_size = 24
+    assert global_batch_size(config, 3) == 24
+
+
+def test_model_sizes() -> None:
+    config = JobConfig()
+    assert (model_sizes(config).vocab_size, model_sizes(config).norm_type) == (264, "rmsnorm")
+    config.model.norm_type, config.model.vocab_size = "layernorm", 300
+    assert (model_sizes(config).vocab_size, model_sizes(config).norm_type) == (300, "layernorm")
+    assert model_sizes(JobConfig()).vocab_size == 264

@@ -1,0 +1,41 @@
+"""The worlds that the other tests rely on: they must fail when a rank fails."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.world import WorldError, Worlds
+
+
+def _sum_of_ranks() -> int:
+    value = torch.tensor(dist.get_rank())
+    dist.all_reduce(value)
+    return int(value)
+
+
+def _raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("on purpose")
+    dist.barrier()
+
+
+def _sleep_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def test_results_come_by_rank_and_groups_are_fresh(worlds: Worlds) -> None:
+    for _ in range(3):
+        assert worlds(2).run(_sum_of_ranks) == [1, 1]
+
+
+def test_a_failing_rank_fails_the_case_and_the_next_case_works() -> None:
+    worlds = Worlds()
+    with pytest.raises(WorldError, match=r"(?s)rank 1 of 2.*on purpose"):
+        worlds(2).run(_raise_on, 1)
+    with pytest.raises(WorldError, match=r"no answer within 1 s from ranks \{0\}"):
+        worlds(2).run(_sleep_on, 0, timeout=1)
+    assert worlds(2).run(_sum_of_ranks) == [1, 1]
+    worlds.close()

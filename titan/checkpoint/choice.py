@@ -1,0 +1,80 @@
+"""Which checkpoint a run resumes from, and whether its files are still what was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from titan.checkpoint.collective import Ranks
+from titan.checkpoint.folders import recover, scan, step_folder
+from titan.checkpoint.manifest import Manifest, find_damage
+from titan.config.errors import UserError
+from titan.config.job_config import Checkpoint
+from titan.observability.logging import logger
+
+_SHOWN = 5
+
+
+def choose(root: Path, settings: Checkpoint) -> Manifest | None:
+    """The checkpoint of `load_step`, -1 being the newest complete one; None when there is none. Rank 0's work.
+
+    Finishes or clears away first what an interrupted save left, unless `load_only`: another run may be saving.
+
+    Raises:
+        UserError: the step that is asked for isn't there, or is no complete checkpoint.
+    """
+    if not settings.load_only:
+        recover(root)
+    found = scan(root)
+    for step, reason in found.skipped.items():
+        logger.warning(f"skipping {step_folder(root, step)}: {reason}")
+    wanted = settings.load_step
+    if wanted == -1:
+        return list(found.complete.values())[-1] if found.complete else None
+    if wanted not in found.complete:
+        why = found.skipped.get(wanted, "there is no such folder")
+        steps = ", ".join(map(str, found.complete)) or "none"
+        raise UserError(
+            f"checkpoint.load_step = {wanted}: {step_folder(root, wanted)} can't be loaded: {why}. "
+            f"Steps available: {steps}; -1 loads the newest, and starts anew where there is none."
+        )
+    if newer := [step for step in found.complete if step > wanted]:
+        fate = "" if settings.load_only else "; the first save sets them aside"
+        logger.warning(f"resuming from step {wanted} though there are newer ones: {', '.join(map(str, newer))}{fate}")
+    return found.complete[wanted]
+
+
+def refuse_damaged(root: Path, manifest: Manifest, verify: Literal["size", "checksum", "none"], ranks: Ranks) -> None:
+    """Check the files of a checkpoint, each rank its share. Collective.
+
+    Raises:
+        UserError: on all ranks, naming damaged files, what was expected and found, and the newest intact checkpoint.
+    """
+    damage = _damage(root, manifest, verify, ranks)
+    if not damage:
+        return
+    complete = ranks.on_first(f"look for checkpoints in {root}", lambda: list(scan(root).complete.values()))
+    others = [other for other in reversed(complete) if other.step != manifest.step]
+    intact = next((other.step for other in others if not _damage(root, other, verify, ranks)), None)
+    advice = (
+        "No other checkpoint there is intact. To start anew, choose another checkpoint.folder."
+        if intact is None
+        else f"The newest intact one is of step {intact}: resume from it with --checkpoint.load_step={intact}"
+    )
+    lines = [f"  - {line}" for line in damage[:_SHOWN]]
+    if len(damage) > _SHOWN:
+        lines.append(f"  - and {len(damage) - _SHOWN} more")
+    raise UserError("\n".join([f"the checkpoint {step_folder(root, manifest.step)} is damaged:", *lines, advice]))
+
+
+def _damage(root: Path, manifest: Manifest, verify: Literal["size", "checksum", "none"], ranks: Ranks) -> list[str]:
+    if verify == "none":
+        return []
+    folder = step_folder(root, manifest.step)
+    by_size = sorted(manifest.files.items(), key=lambda item: item[1].size)  # so that shares take about as long
+    share = dict(by_size[ranks.rank :: ranks.size])
+    return ranks.on_each(
+        f"check the files of {folder}",
+        lambda: find_damage(folder, share, verify),
+        lambda by_rank: sorted(line for lines in by_rank for line in lines),
+    )

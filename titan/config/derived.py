@@ -1,0 +1,42 @@
+"""Numbers of a run that follow from its config, for a config that passed the checks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from titan.config.job_config import JobConfig
+from titan.models.spec import model_families
+
+
+def global_batch_size(config: JobConfig, batch_degree: int) -> int:
+    """Windows per optimizer step over all ranks.
+
+    Args:
+        batch_degree: ranks that read different rows, dp_replicate * dp_shard.
+    """
+    given = config.training.global_batch_size
+    return config.training.local_batch_size * batch_degree if given == -1 else given
+
+
+def resolved_steps(config: JobConfig, global_batch: int) -> int:
+    """Optimizer steps of the run: training.steps, or those that training.total_tokens needs, rounded up.
+
+    Args:
+        global_batch: windows per step, as `global_batch_size` gives it.
+    """
+    total_tokens = config.training.total_tokens
+    return (
+        config.training.steps if total_tokens is None else -(-total_tokens // (global_batch * config.training.seq_len))
+    )
+
+
+def model_sizes(config: JobConfig) -> Any:
+    """The family's sizes of the flavor, with the config's normalisation and, when it is set, its vocabulary.
+
+    Raises:
+        KeyError: no family or flavor of that name; the checks refuse such a config.
+    """
+    sizes = model_families()[config.model.name].flavors[config.model.flavor]
+    vocab_size = sizes.vocab_size if config.model.vocab_size is None else config.model.vocab_size
+    return dataclasses.replace(sizes, norm_type=config.model.norm_type, vocab_size=vocab_size)

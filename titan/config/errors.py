@@ -1,0 +1,18 @@
+"""Errors that the user can mend: shown as text, never as a traceback."""
+
+
+class UserError(Exception):
+    """A mistake of the user's. The message names the thing, its value, what was expected and the nearest fix."""
+
+
+class ConfigError(UserError):
+    """All mistakes of one config.
+
+    Attributes:
+        mistakes: one text each, without a trailing newline.
+    """
+
+    def __init__(self, mistakes: list[str]) -> None:
+        self.mistakes = mistakes
+        count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+        super().__init__(f"{count} in the config:\n" + "\n".join(f"  - {mistake}" for mistake in mistakes))

@@ -1,0 +1,237 @@
+"""What a run is: one dataclass per TOML section, each field documented here and nowhere else.
+
+These dataclasses are the only place for names, types, defaults and simple bounds. The loader reads them to parse
+TOML files and the command line, `--help` and `--job.print_config` print them. Rules that span fields are in checks.py.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    also: tuple[Any, ...] = (),
+    compare: bool = True,
+) -> Any:
+    """A dataclass field with its documentation and its bounds.
+
+    Args:
+        default: the value when neither a file nor the command line gives one.
+        meaning: one sentence for `--help`.
+        minimum, maximum: inclusive bounds of a number.
+        also: values outside the bounds that have a meaning of their own (such as -1).
+        compare: False for fields that say how the command was called rather than what the run is.
+    """
+    metadata = {"meaning": meaning, "minimum": minimum, "maximum": maximum, "also": also}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata, compare=compare)
+    return field(default=default, metadata=metadata, compare=compare)
+
+
+@dataclass
+class Job:
+    config_file: str | None = setting(
+        None, "TOML file of the run, looked up as given, then in train_configs/.", compare=False
+    )
+    dump_folder: str = setting("./outputs", "Folder for everything that the run writes.")
+    description: str = setting("titan run", "One line about the run, printed at its start.")
+    print_config: bool = setting(False, "Print the resolved config as TOML and exit.", compare=False)
+    save_config_file: str | None = setting(None, "Also write the resolved config to this file.", compare=False)
+    check_only: bool = setting(
+        False, "Check the config and its layout for WORLD_SIZE ranks, print the plan and exit.", compare=False
+    )
+
+
+@dataclass
+class Model:
+    name: str = setting("llama3", "Model family: llama2, llama3, or one that experimental.custom_import registers.")
+    flavor: str = setting("debugmodel", "Size of the model within its family, such as 8B.")
+    vocab_size: int | None = setting(
+        None, "Rows of the embedding and the head (unset: the flavor's). May exceed the tokenizer's ids.", minimum=2
+    )
+    tokenizer_path: str | None = setting(
+        None, "Tokenizer file, or a folder that holds one (unset: the embedded byte tokenizer)."
+    )
+    norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = setting(
+        "rmsnorm", "Normalisation; np_layernorm is a layer norm without parameters."
+    )
+    print_model: bool = setting(False, "Print the model's modules at the start.")
+
+
+@dataclass
+class Optimizer:
+    name: Literal["Adam", "AdamW"] = setting("AdamW", "Optimizer.")
+    lr: float = setting(8e-4, "Peak learning rate.", minimum=0)
+    beta1: float = setting(0.9, "Decay of the first moment.", minimum=0, maximum=1)
+    beta2: float = setting(0.95, "Decay of the second moment.", minimum=0, maximum=1)
+    eps: float = setting(1e-8, "Added to the root of the second moment.", minimum=0)
+    weight_decay: float = setting(0.1, "Weight decay.", minimum=0)
+    decay_norms_and_biases: bool = setting(
+        False, "Also decay norm gains and biases, as older trainers do. Off: only matrices decay."
+    )
+    implementation: Literal["fused", "foreach", "for-loop"] = setting(
+        "fused", "How the optimizer runs over the parameters; all three give the same weights."
+    )
+
+
+@dataclass
+class LRScheduler:
+    warmup_steps: int = setting(200, "Steps of linear warm-up; step t uses lr * t / warmup_steps.", minimum=0)
+    total_steps: int | None = setting(None, "Length of the schedule, when it differs from training.steps.", minimum=1)
+    decay_ratio: float | None = setting(
+        None,
+        "Share of the schedule that decays; the rest between warm-up and decay is constant. "
+        "Unset: all after the warm-up.",
+        minimum=0,
+        maximum=1,
+    )
+    decay_type: Literal["linear", "sqrt", "cosine"] = setting("linear", "Shape of the decay.")
+    min_lr_factor: float = setting(
+        0.0, "The decay ends at this factor of the peak learning rate.", minimum=0, maximum=1
+    )
+
+
+@dataclass
+class DataLoader:
+    prefetch_factor: int = setting(2, "Steps that a background thread reads ahead; 0 reads within the loop.", minimum=0)
+
+
+@dataclass
+class Training:
+    dataset: str = setting(
+        "python_stdlib",
+        "python_stdlib (the running Python's own library, needs no download), text, json or parquet (with "
+        "dataset_path), c4, a hub id, or a name that experimental.custom_import registers.",
+    )
+    dataset_path: str | None = setting(
+        None, "Where the data lies: a file, a folder, a glob, or a folder made by datasets' save_to_disk."
+    )
+    dataset_subset: str | None = setting(None, "Subset (configuration) of a hub dataset.")
+    dataset_split: str = setting("train", "Split of a hub dataset.")
+    text_field: str = setting("text", "Column or key that holds a document's text (json, parquet, hub).")
+    text_unit: Literal["file", "line"] = setting("file", "What one document of dataset text is: a file or a line.")
+    bad_rows: Literal["skip", "stop"] = setting(
+        "skip", "A row that can't be read (no UTF-8, broken JSON, no text): name it and go on, or stop."
+    )
+    local_batch_size: int = setting(8, "Windows per microbatch of a rank.", minimum=1)
+    global_batch_size: int = setting(
+        -1,
+        "Windows per step over all ranks; -1: local_batch_size times the batch ranks. A larger multiple "
+        "accumulates gradients.",
+        minimum=1,
+        also=(-1,),
+    )
+    seq_len: int = setting(2048, "Tokens per window.", minimum=1)
+    steps: int = setting(10000, "Optimizer steps of the run.", minimum=1)
+    total_tokens: int | None = setting(
+        None, "Length of the run in tokens, instead of steps; rounded up to whole steps.", minimum=1
+    )
+    max_norm: float = setting(1.0, "Clip the gradient's norm to this; 0 clips nothing. Logged either way.", minimum=0)
+    mixed_precision_param: Literal["bfloat16", "float16", "float32"] = setting(
+        "bfloat16", "Type of weights and activations in forward and backward; weights are kept in float32."
+    )
+    mixed_precision_reduce: Literal["float32", "bfloat16", "float16"] = setting(
+        "float32", "Type in which gradients are summed over ranks."
+    )
+    nonfinite: Literal["stop", "skip"] = setting(
+        "stop", "When the loss or the gradient norm isn't finite: end the run, or leave out the step."
+    )
+    nonfinite_skip_limit: int = setting(
+        10, "With nonfinite = skip: end the run when more steps than this were left out in a row.", minimum=0
+    )
+    gc_freq: int = setting(50, "Steps between Python garbage collections, which stop all ranks together.", minimum=1)
+    shuffle: bool = setting(True, "Take documents in an order drawn anew from the seed for every epoch.")
+    infinite: bool = setting(True, "Start over when the data ends. Off: the run ends with the data.")
+    dataloader: DataLoader = field(default_factory=DataLoader)
+
+
+@dataclass
+class Parallelism:
+    data_parallel_replicate_degree: int = setting(
+        1, "Ranks that each hold a whole copy of the (sharded) model.", minimum=1
+    )
+    data_parallel_shard_degree: int = setting(
+        -1,
+        "Ranks over which weights, gradients and optimizer state are sharded (FSDP2); -1: all that are left.",
+        minimum=1,
+        also=(-1,),
+    )
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = setting(
+        "default",
+        "Free a block's gathered weights after its forward pass: always, never, or all but the last group's (default).",
+    )
+
+
+@dataclass
+class Checkpoint:
+    enable: bool = setting(False, "Save checkpoints and resume from the newest.")
+    folder: str = setting("checkpoint", "Folder for checkpoints, within job.dump_folder.")
+    interval_type: Literal["steps", "seconds"] = setting("steps", "What checkpoint.interval counts.")
+    interval: int = setting(500, "Steps or seconds between saves; the last step is saved in any case.", minimum=1)
+    load_step: int = setting(-1, "Step to resume from; -1: the newest complete one.", minimum=0, also=(-1,))
+    keep_latest_k: int = setting(10, "Complete checkpoints to keep; 0 keeps all.", minimum=0)
+    enable_first_step_checkpoint: bool = setting(False, "Also save after the first step, to try storage early.")
+    load_only: bool = setting(False, "Resume, but save nothing.")
+    verify: Literal["size", "checksum", "none"] = setting(
+        "size", "What is checked of every file of a checkpoint before it is loaded."
+    )
+
+
+@dataclass
+class Metrics:
+    log_freq: int = setting(10, "Steps between log lines; step 1 and the last are always logged.", minimum=1)
+    enable_tensorboard: bool = setting(False, "Write TensorBoard events.")
+    save_tb_folder: str = setting("tb", "Folder for TensorBoard events, within job.dump_folder.")
+    save_for_all_ranks: bool = setting(
+        False, "Every rank writes TensorBoard events, each to its own folder. Off: rank 0."
+    )
+    disable_color_printing: bool = setting(False, "Print without colours.")
+    progress: Literal["auto", "bar", "lines", "none"] = setting(
+        "auto", "A progress bar under the log lines, lines alone, or nothing; auto: a bar on a terminal."
+    )
+    measure_peak_flops: bool = setting(
+        False,
+        "Time a matrix product at the start and take its speed as the device's peak, so that a device "
+        "whose peak isn't known shows an MFU.",
+    )
+
+
+@dataclass
+class Comm:
+    init_timeout_seconds: int = setting(300, "Time limit of a collective during set-up and the first step.", minimum=1)
+    train_timeout_seconds: int = setting(100, "Time limit of a collective after the first step.", minimum=1)
+
+
+@dataclass
+class Debug:
+    seed: int = setting(0, "Seed of the initial weights, the data's order, and every random draw.", minimum=0)
+    deterministic: bool = setting(False, "Use deterministic algorithms only; some are slower.")
+    deterministic_warn_only: bool = setting(False, "Warn where no deterministic algorithm exists instead of failing.")
+
+
+@dataclass
+class Experimental:
+    custom_import: str = setting(
+        "", "Python module to import first, which registers models, datasets or tokenizers of your own."
+    )
+
+
+@dataclass
+class JobConfig:
+    """The whole of a run. Sections in the order of `--help`."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    comm: Comm = field(default_factory=Comm)
+    debug: Debug = field(default_factory=Debug)
+    experimental: Experimental = field(default_factory=Experimental)

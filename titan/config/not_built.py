@@ -1,0 +1,162 @@
+"""Keys that titan knows but can't act on: of features that aren't built yet, and of those that it will never have.
+
+A value that asks for nothing is accepted silently, so that a TOML that somebody already has runs; any other is refused
+by name. Landing a feature deletes its rows here and adds its fields to job_config.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titan.config.convert import BARE, WrongValue, convert
+from titan.config.fields import Setting
+from titan.config.toml_text import shown
+
+ANY = None
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What a key would need.
+
+    Attributes:
+        reason: why the key can't act.
+        harmless: values that ask for nothing; ANY when the key matters only beside another one.
+    """
+
+    reason: str
+    harmless: tuple[object, ...] | None
+
+
+def _not_built(feature: str, *harmless: object) -> Missing:
+    return Missing(f"{feature} built yet", harmless)
+
+
+def _only_beside() -> Missing:
+    return Missing("", ANY)
+
+
+NOT_BUILT = {
+    "model.hf_assets_path": _not_built("loading of Hugging Face folders isn't", ""),
+    "model.attn_backend": _not_built("other attention than sdpa isn't", "sdpa"),
+    "model.attn_mask": _not_built("document masking isn't", "causal"),
+    "optimizer.early_step_in_backward": _not_built("the optimizer in backward isn't", False),
+    "training.dtype": _not_built("training in other types isn't", "float32"),
+    "training.enable_cpu_offload": _not_built("CPU offloading isn't", False),
+    "training.dataloader.num_workers": _not_built("data workers aren't", 0),
+    "training.dataloader.pin_memory": _not_built("pinning of data isn't", False),
+    "training.dataloader.persistent_workers": _not_built("data workers aren't", False),
+    "loss.name": _not_built("the chunked loss isn't", "cross_entropy"),
+    "loss.num_chunks": _only_beside(),
+    "loss.z_loss": _not_built("the z-loss isn't", 0.0),
+    "parallelism.tensor_parallel_degree": _not_built("tensor parallelism isn't", 1),
+    "parallelism.disable_loss_parallel": _only_beside(),
+    "parallelism.enable_sequence_parallel": _only_beside(),
+    "parallelism.enable_async_tensor_parallel": _not_built("async tensor parallelism isn't", False),
+    "parallelism.pipeline_parallel_degree": _not_built("pipeline parallelism isn't", 1),
+    "parallelism.pipeline_parallel_schedule": _only_beside(),
+    "parallelism.pipeline_parallel_schedule_csv": _only_beside(),
+    "parallelism.pipeline_parallel_microbatch_size": _only_beside(),
+    "parallelism.module_fqns_per_model_part": _only_beside(),
+    "parallelism.pipeline_parallel_layers_per_stage": _only_beside(),
+    "parallelism.pipeline_parallel_first_stage_less_layers": _only_beside(),
+    "parallelism.pipeline_parallel_last_stage_less_layers": _only_beside(),
+    "parallelism.context_parallel_degree": _not_built("context parallelism isn't", 1),
+    "parallelism.context_parallel_load_balancer": _only_beside(),
+    "parallelism.context_parallel_rotate_method": _only_beside(),
+    "parallelism.expert_parallel_degree": _not_built("expert parallelism isn't", 1),
+    "parallelism.expert_tensor_parallel_degree": _not_built("expert parallelism isn't", 1),
+    "activation_checkpoint.mode": _not_built("activation checkpointing isn't", "none"),
+    "activation_checkpoint.selective_ac_option": _only_beside(),
+    "activation_checkpoint.memory_budget": _only_beside(),
+    "activation_checkpoint.offload": _not_built("activation offloading isn't", False),
+    "activation_checkpoint.offload_use_streams": _only_beside(),
+    "activation_checkpoint.early_stop": _only_beside(),
+    "activation_checkpoint.preserve_rng_state": _only_beside(),
+    "activation_checkpoint.determinism_check": _only_beside(),
+    "compile.enable": _not_built("compiling isn't", False),
+    "compile.components": _only_beside(),
+    "compile.backend": _only_beside(),
+    "float8.enable_float8_linear": _not_built("float8 isn't", False),
+    "float8.recipe_name": _only_beside(),
+    "float8.enable_fsdp_float8_all_gather": _only_beside(),
+    "float8.precompute_float8_dynamic_scale_for_fsdp": _only_beside(),
+    "float8.filter_fqns": _only_beside(),
+    "float8.emulate": _only_beside(),
+    "checkpoint.initial_load_path": _not_built("starting from other weights isn't", ""),
+    "checkpoint.initial_load_model_only": _only_beside(),
+    "checkpoint.initial_load_in_hf": _not_built("loading of Hugging Face weights isn't", False),
+    "checkpoint.last_save_model_only": _not_built("saving the model alone isn't", False),
+    "checkpoint.last_save_in_hf": _not_built("saving of Hugging Face weights isn't", False),
+    "checkpoint.export_dtype": _only_beside(),
+    "checkpoint.async_mode": _not_built("asynchronous saving isn't", "disabled"),
+    "checkpoint.exclude_from_loading": _not_built("loading a part of a checkpoint isn't", []),
+    "checkpoint.create_seed_checkpoint": _not_built("the seed checkpoint isn't", False),
+    "checkpoint.save_on_signal": _not_built("saving on a signal isn't", False),
+    "metrics.enable_wandb": _not_built("Weights & Biases isn't", False),
+    "profiling.enable_profiling": _not_built("profiling isn't", False),
+    "profiling.save_traces_folder": _only_beside(),
+    "profiling.profile_freq": _only_beside(),
+    "profiling.profiler_active": _only_beside(),
+    "profiling.profiler_warmup": _only_beside(),
+    "profiling.enable_memory_snapshot": _not_built("the memory snapshot isn't", False),
+    "profiling.save_memory_snapshot_folder": _only_beside(),
+    "validation.enable": _not_built("validation isn't", False),
+    "validation.dataset": _only_beside(),
+    "validation.dataset_path": _only_beside(),
+    "validation.freq": _only_beside(),
+    "validation.steps": _only_beside(),
+    "validation.local_batch_size": _only_beside(),
+    "validation.seq_len": _only_beside(),
+    # 20000 is what files commonly have; nobody means to ask for something by it.
+    "comm.trace_buf_size": _not_built("the trace of collectives isn't", 0, 20000),
+    "comm.save_traces_folder": _only_beside(),
+}
+
+# Choices of keys that are built: (key, value) -> the reason.
+NOT_BUILT_CHOICES = {
+    ("optimizer.name", "Muon"): "Muon isn't built yet",
+    ("training.dataset", "tokens"): "token files aren't built yet",
+}
+
+NEVER = {
+    "experimental.enable_compiled_autograd": Missing("compiled autograd isn't offered", (False,)),
+    "parallelism.enable_compiled_autograd": Missing("compiled autograd isn't offered", (False,)),
+    "memory_estimation.enable": Missing("run estimation.py with the same arguments instead", (False,)),
+    "memory_estimation.enabled": Missing("run estimation.py with the same arguments instead", (False,)),
+    "memory_estimation.disable_fake_mode": Missing("", ANY),
+    "float8.scaling_type_input": Missing("only dynamic scaling is offered", ("dynamic",)),
+    "float8.scaling_type_weight": Missing("only dynamic scaling is offered", ("dynamic",)),
+    "float8.scaling_type_grad_output": Missing("only dynamic scaling is offered", ("dynamic",)),
+    "fault_tolerance.enable": Missing("fault tolerance by torchft isn't offered", (False,)),
+    "training.gc_debug": Missing("the garbage collector's debugging isn't offered", (False,)),
+    "job.use_for_integration_test": Missing("", ANY),
+}
+
+
+def find_missing(key: str) -> Missing | None:
+    """The row of a key that can't act; None when it isn't one."""
+    return NOT_BUILT.get(key) or NEVER.get(key)
+
+
+def refuse_missing(missing: Missing, value: object, *, from_text: bool) -> None:
+    """Pass a value that asks for nothing.
+
+    Raises:
+        WrongValue: the value asks for something that isn't there.
+    """
+    if missing.harmless is ANY or any(_same(value, harmless, from_text) for harmless in missing.harmless):
+        return
+    first = missing.harmless[0]
+    raise WrongValue(f"{missing.reason}; {'leave it out' if first == '' else f'leave it at {shown(first)}'}")
+
+
+def _same(value: object, harmless: object, from_text: bool) -> bool:
+    """Equal as values of the same type: `true` isn't 1, and the command line's `1` is the number."""
+    if value is BARE and not isinstance(harmless, bool):
+        return False
+    hint = list[str] if isinstance(harmless, list) else type(harmless)
+    try:
+        return bool(convert(value, Setting("", hint), from_text=from_text) == harmless)
+    except WrongValue:
+        return False

@@ -1,0 +1,87 @@
+"""From a script's command line to a checked config, or to a message and an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from titan.config.command_line import wants_help
+from titan.config.errors import UserError
+from titan.config.loader import LoadedConfig, load_and_check
+from titan.config.toml_text import to_toml
+
+_WAIT_SECONDS = 10.0
+
+
+@contextmanager
+def exit_on_mistake() -> Iterator[None]:
+    """Make a UserError inside the block a message on stderr and exit status 2; one process of the job prints it.
+
+    Raises:
+        SystemExit: with status 2.
+    """
+    try:
+        yield
+    except UserError as error:
+        who = ""
+        if not _is_first_rank():
+            # torchrun kills all ranks as soon as one has failed: the one that prints must be the first to exit. A rank
+            # that is still alive then has a mistake of its own, such as a path that is missing on its node.
+            time.sleep(_WAIT_SECONDS)
+            who = f"[rank {os.environ['RANK']}] "
+        print(f"{who}error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    except BrokenPipeError:  # `--help | head`: nobody reads on, which is no mistake
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+
+
+def config_from_command_line(argv: Sequence[str] | None = None) -> LoadedConfig:
+    """The checked config of a script, and what job.print_config and job.save_config_file ask for.
+
+    Args:
+        argv: the arguments; those of this process when None.
+
+    Raises:
+        SystemExit: status 2 after the mistakes were printed; 0 after `--help` or the config was.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    if wants_help(arguments) and not _is_first_rank():
+        raise SystemExit(0)
+    with exit_on_mistake():
+        loaded = load_and_check(arguments, _world_size())
+        _save(loaded)
+    if loaded.config.job.print_config:
+        if _is_first_rank():
+            for warning in loaded.warnings:
+                print(f"warning: {warning}", file=sys.stderr)
+            print(to_toml(loaded.config, loaded.origins), end="")
+        raise SystemExit(0)
+    return loaded
+
+
+def _save(loaded: LoadedConfig) -> None:
+    target = loaded.config.job.save_config_file
+    if target is None or not _is_first_rank():
+        return
+    try:
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        Path(target).write_text(to_toml(loaded.config, loaded.origins), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f'job.save_config_file = "{target}": {error.strerror}') from error
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _world_size() -> int:
+    """WORLD_SIZE of the launcher, 1 without one."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"WORLD_SIZE = {text}: expected a whole number of at least 1; torchrun sets it")
+    return int(text)

@@ -1,0 +1,93 @@
+"""Documents → windows of tokens, concatenated and cut, with a position that is exact to the token.
+
+A stream of documents is one long row of tokens, each document with its BOS and EOS. Windows are `seq_len + 1` tokens
+and overlap by one, so that every token is a target exactly once (the very first excepted).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+State = dict[str, Any]
+
+
+class Reader(Protocol):
+    """Documents of one stream in order, and the position of the next one."""
+
+    def __next__(self) -> str:
+        """The next document; raises StopIteration when the data ends."""
+
+    def state_dict(self) -> State:
+        """What `load_state_dict` needs to come back to the next document. JSON types only."""
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+class _Piece(NamedTuple):
+    """Tokens of one document that aren't used up yet."""
+
+    document: State  # the reader's state that gives this document again
+    offset: int  # of the first of `tokens` within the document
+    tokens: np.ndarray
+
+
+class PackedStream:
+    """Windows of one stream of documents."""
+
+    def __init__(self, reader: Reader, encode: Callable[[str], np.ndarray], seq_len: int) -> None:
+        """
+        Args:
+            encode: a document's text → its tokens, BOS and EOS included, `[n]`.
+        """
+        self._reader = reader
+        self._encode = encode
+        self._seq_len = seq_len
+        self._pieces: deque[_Piece] = deque()
+        self._buffered = 0
+
+    def next_window(self) -> np.ndarray | None:
+        """The next `seq_len + 1` tokens, int32; None when the data ends before."""
+        while self._buffered <= self._seq_len:
+            if not self._read(skip=0):
+                return None
+        window = np.concatenate([piece.tokens for piece in self._pieces])[: self._seq_len + 1]
+        self._drop(self._seq_len)
+        return window
+
+    def _read(self, skip: int) -> bool:
+        document = self._reader.state_dict()
+        try:
+            tokens = self._encode(next(self._reader))[skip:]
+        except StopIteration:
+            return False
+        if len(tokens):
+            self._pieces.append(_Piece(document, skip, tokens))
+            self._buffered += len(tokens)
+        return True
+
+    def _drop(self, count: int) -> None:
+        self._buffered -= count
+        while count:
+            piece = self._pieces.popleft()
+            if len(piece.tokens) > count:
+                self._pieces.appendleft(_Piece(piece.document, piece.offset + count, piece.tokens[count:]))
+                return
+            count -= len(piece.tokens)
+
+    def state_dict(self) -> State:
+        """The position of the next window's first token: a document and an offset in it."""
+        if not self._pieces:
+            return {"document": self._reader.state_dict(), "offset": 0}
+        return {"document": self._pieces[0].document, "offset": self._pieces[0].offset}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go to a position. The document that it lies in is read and encoded again."""
+        self._pieces.clear()
+        self._buffered = 0
+        self._reader.load_state_dict(state["document"])
+        if state["offset"]:
+            self._read(skip=state["offset"])

@@ -1,0 +1,79 @@
+"""Where a run's text comes from: the datasets that `training.dataset` can name.
+
+Local data (files, lines, rows) are `Documents`: each has a number, so that any order is a matter of arithmetic. Hub
+datasets are `StreamedDocuments`, read as they arrive.
+No dataset knows of ranks, epochs of a run, or tokens; a row that can't be read is reported, never dropped or mended.
+"""
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+
+from titan.config.errors import UserError
+from titan.config.job_config import Training
+from titan.data.documents import Documents, StreamedDocuments
+from titan.data.hub import open_c4, open_hub
+from titan.data.json_files import open_json
+from titan.data.tables import is_saved, open_parquet, open_saved
+from titan.data.text_files import open_python_stdlib, open_text
+from titan.observability.logging import logger
+
+Factory = Callable[[Training], Documents | StreamedDocuments]
+
+
+def _or_saved(open_files: Factory) -> Factory:
+    """Opens files, or a folder that the datasets library saved, whichever is there."""
+    return lambda training: open_saved(training) if is_saved(training) else open_files(training)
+
+
+_factories: dict[str, Factory] = {
+    "python_stdlib": open_python_stdlib,
+    "text": _or_saved(open_text),
+    "json": _or_saved(open_json),
+    "parquet": _or_saved(open_parquet),
+    "c4": open_c4,
+}
+
+
+def open_documents(training: Training) -> Documents | StreamedDocuments:
+    """The documents that `training.dataset`, `dataset_path` and the fields beside them name.
+
+    Raises:
+        UserError: there is no such dataset or file, it can't be read as what it's said to be, or it has no document.
+    """
+    name = training.dataset
+    if name in _factories:
+        documents = _factories[name](training)
+    elif Path(name).expanduser().exists():
+        raise UserError(
+            f"training.dataset = {name!r} is a path. Give it as training.dataset_path, and text, json or parquet as "
+            "training.dataset."
+        )
+    elif "/" in name:
+        documents = open_hub(training, name, training.dataset_subset)
+    else:
+        near = difflib.get_close_matches(name, list(_factories))
+        hint = f"Did you mean {' or '.join(near)}? " if near else ""
+        raise UserError(
+            f"training.dataset = {name!r} isn't a dataset. {hint}Known: {', '.join(sorted(_factories))}; a hub id has "
+            "the form owner/name."
+        )
+    if isinstance(documents, Documents) and not len(documents):
+        raise UserError(
+            f"training.dataset = {name!r} has 0 documents (training.dataset_path = {training.dataset_path!r}, "
+            f"split {training.dataset_split!r}): nothing to train on."
+        )
+    size = f"{len(documents):,} documents" if isinstance(documents, Documents) else f"{documents.num_shards:,} shards"
+    logger.info(f"dataset {name}: {size}{f' from {training.dataset_path}' if training.dataset_path else ''}")
+    return documents
+
+
+def register_dataset(name: str, factory: Factory) -> None:
+    """Make `training.dataset = name` mean what `factory(training)` returns. For modules of experimental.custom_import.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _factories:
+        raise ValueError(f"a dataset {name!r} exists already")
+    _factories[name] = factory

@@ -1,0 +1,88 @@
+"""Llama as a plain torch module: no parallelism, no device, no initial values here."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from titan.models.layers.attention import Attention
+from titan.models.layers.feed_forward import FeedForward
+from titan.models.layers.norms import build_norm
+from titan.models.layers.rotary import RotaryEmbedding, inverse_frequencies, stretch_frequencies
+from titan.models.llama.sizes import LlamaSizes
+from titan.models.spec import Constant, Normal
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then h + feed_forward(norm(h))."""
+
+    def __init__(self, sizes: LlamaSizes) -> None:
+        super().__init__()
+        self.attention_norm = build_norm(sizes.norm_type, sizes.dim, sizes.norm_eps)
+        self.attention = Attention(sizes.dim, sizes.n_heads, sizes.n_kv_heads, sizes.head_dim)
+        self.ffn_norm = build_norm(sizes.norm_type, sizes.dim, sizes.norm_eps)
+        self.feed_forward = FeedForward(sizes.dim, sizes.ffn_dim)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """`x` `[B, S, dim]`, rotary tables `[S, D/2]` or `[B, S, D/2]` → `[B, S, dim]`."""
+        h = x + self.attention(self.attention_norm(x), cos, sin)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class Llama(nn.Module):
+    """Embedding, blocks, norm, head.
+
+    The blocks are a ModuleDict keyed by their number, so that a part of them keeps its names.
+    """
+
+    def __init__(self, sizes: LlamaSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.tok_embeddings = nn.Embedding(sizes.vocab_size, sizes.dim)
+        frequencies = inverse_frequencies(sizes.head_dim, sizes.rope_theta)
+        if (scaling := sizes.rope_scaling) is not None:
+            frequencies = stretch_frequencies(
+                frequencies,
+                scaling.factor,
+                scaling.low_freq_factor,
+                scaling.high_freq_factor,
+                scaling.original_max_seq_len,
+            )
+        self.rotary = RotaryEmbedding(frequencies, sizes.max_seq_len)
+        self.layers = nn.ModuleDict({str(layer): TransformerBlock(sizes) for layer in range(sizes.n_layers)})
+        self.norm = build_norm(sizes.norm_type, sizes.dim, sizes.norm_eps)
+        self.output = nn.Linear(sizes.dim, sizes.vocab_size, bias=False)
+        self.tie_weights()
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Tokens `[B, S]` (and their positions `[B, S]`, when they aren't 0 … S − 1) → logits `[B, S, V]`."""
+        cos, sin = self.rotary(tokens.shape[1], positions)
+        h = self.tok_embeddings(tokens)
+        for block in self.layers.values():
+            h = block(h, cos, sin)
+        return self.output(self.norm(h))
+
+    def parameter_init(self, name: str) -> Normal | Constant:
+        """Initial values of the parameter of this full name.
+
+        Matrices: standard deviation 0.02; those that add to the residual stream (wo, w2) of layer l are smaller by
+        √(2(l + 1)), which keeps the stream's variance from growing with depth. Head (and an embedding tied to it):
+        1 / (4√dim), so that the first logits have variance 1/16 at any width and the first loss is ln V + 1/32.
+        """
+        if "norm" in name:
+            return Constant(0.0 if name.endswith("bias") else 1.0)
+        if name == "output.weight" or (name == "tok_embeddings.weight" and self.sizes.tied):
+            return Normal(0.25 * self.sizes.dim**-0.5)
+        if name.endswith(("wo.weight", "w2.weight")):
+            layer = int(name.split(".")[1])
+            return Normal(0.02 * (2 * (layer + 1)) ** -0.5)
+        return Normal(0.02)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Rebuild the rotary tables."""
+        self.rotary.fill(device)
+
+    def tie_weights(self) -> None:
+        """Make the head's weight the embedding's, where the sizes say so."""
+        if self.sizes.tied:
+            self.output.weight = self.tok_embeddings.weight

@@ -1,0 +1,103 @@
+"""What a model family supplies, and the register of families.
+
+A family is one `ModelSpec`. `titan/models/llama/` registers llama2 and llama3; a module named by
+`experimental.custom_import` registers more (docs/models.md). This file imports no torch, so that a config can be
+checked without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from titan.config.job_config import JobConfig
+    from titan.parallelisms.parallel_dims import ParallelDims
+
+
+class Normal(NamedTuple):
+    """Initial values: normal with mean 0 and this standard deviation, values clipped at three of them."""
+
+    std: float
+
+
+class Constant(NamedTuple):
+    """Initial values: all the same."""
+
+    value: float
+
+
+class FlopsPerToken(NamedTuple):
+    """Model FLOPs of one token, forward and backward (NUMERICS: 6·P + 12·L·H·D·S; attention halved when causal)."""
+
+    full: float
+    causal: float
+
+
+class Sizes(Protocol):
+    """What the rest of titan reads of a family's sizes; families add their own. Must be a dataclass."""
+
+    vocab_size: int
+    max_seq_len: int
+    norm_type: str
+
+
+S = TypeVar("S", bound=Sizes)
+
+
+@dataclass(frozen=True)
+class ModelSpec(Generic[S]):
+    """A model family.
+
+    Attributes:
+        name: what `model.name` calls it.
+        flavors: sizes by the name that `model.flavor` gives.
+        build: makes the model; called under `torch.device("meta")`. The model takes tokens `[B, S]` and gives logits
+            `[B, S, V]`. It has the methods of `TrainableModel`.
+        parallelize: spreads a model over the ranks, in place, before its weights exist.
+        flops_per_token: FLOPs at a sequence length.
+    """
+
+    name: str
+    flavors: Mapping[str, S]
+    build: Callable[[S], nn.Module]
+    parallelize: Callable[[nn.Module, ParallelDims, JobConfig], None]
+    flops_per_token: Callable[[S, int], FlopsPerToken]
+
+
+class TrainableModel(Protocol):
+    """What titan asks of a model beyond `nn.Module`."""
+
+    def parameter_init(self, name: str) -> Normal | Constant:
+        """How the parameter of this full name starts."""
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Fill every buffer; called after the weights got memory, on every path (fresh, resumed, loaded)."""
+
+    def tie_weights(self) -> None:
+        """Make tied weights one tensor again, after each module got its own memory. Does nothing when none are."""
+
+
+_FAMILIES: dict[str, ModelSpec[Any]] = {}
+
+
+def register_model(spec: ModelSpec[Any]) -> None:
+    """Make a family known by its name.
+
+    Raises:
+        ValueError: the name is taken by another family.
+    """
+    if _FAMILIES.get(spec.name, spec) is not spec:
+        raise ValueError(f"a model family named {spec.name!r} is registered already")
+    _FAMILIES[spec.name] = spec
+
+
+def model_families() -> Mapping[str, ModelSpec[Any]]:
+    """All families by name; titan's own are always there."""
+    import titan.models.llama  # noqa: F401  (registers llama2 and llama3)
+
+    return _FAMILIES

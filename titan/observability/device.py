@@ -1,0 +1,173 @@
+"""The device that a process trains on: the only file of titan that may know accelerators by name."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.distributed import Backend
+
+from titan.config.errors import UserError
+
+_CPU_BACKEND = "gloo"
+
+# Dense half-precision peaks in FLOP/s, from the vendors' data sheets (NUMERICS.md). A device's whole name must match:
+# a part of it also fits slower relatives (MIG slices, "H200 NVL", "A100-SXM-64GB", "GH200"), whose peak differs.
+_HALF_PRECISION_PEAKS = (
+    (r"(NVIDIA )?A100-(SXM4?|PCIE)-(40|80)GB", 312e12),
+    (r"(NVIDIA )?A100 80GB PCIe", 312e12),
+    (r"(NVIDIA )?H100 80GB HBM3", 989e12),  # how the SXM module calls itself
+    (r"(NVIDIA )?H100 PCIe", 756e12),
+    (r"(NVIDIA )?H100 NVL", 835e12),
+    (r"(NVIDIA )?H200", 989e12),
+    (r"(NVIDIA )?B200", 2250e12),
+    (r"(AMD Instinct )?MI300X( OAM)?", 1307e12),
+)
+
+
+class MemoryUse(NamedTuple):
+    """Memory of a device in bytes.
+
+    Attributes:
+        peak_bytes: the most that this process had reserved since the last reset; on CPU, its largest resident set.
+        capacity_bytes: what the device has in all (on CPU: the machine, shared by its processes); None when unknown.
+    """
+
+    peak_bytes: int
+    capacity_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where this process computes.
+
+    Attributes:
+        type: "cpu", or an accelerator's type as torch calls it.
+        torch_device: what tensors are created on; has an index on accelerators.
+        backend: for `torch.distributed.init_process_group`. On accelerators CPU tensors travel over gloo beside it.
+        name: the product's name, for people and for the table of peaks.
+    """
+
+    type: str
+    torch_device: torch.device
+    backend: str
+    name: str
+
+    def peak_flops(self, dtype_name: str) -> float | None:
+        """Dense peak in FLOP/s for matrix products of a type such as "bfloat16"; None when unknown, never a guess."""
+        if self.type == "cpu" or dtype_name not in ("bfloat16", "float16"):
+            return None
+        return next((peak for pattern, peak in _HALF_PRECISION_PEAKS if re.fullmatch(pattern, self.name)), None)
+
+    def memory(self) -> MemoryUse:
+        """How much memory was used at most, and how much there is."""
+        if self.type == "cpu":
+            return MemoryUse(_peak_resident_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        _, capacity = torch.accelerator.get_memory_info(self.torch_device)
+        return MemoryUse(torch.accelerator.max_memory_reserved(self.torch_device), capacity)
+
+    def reset_peak_memory(self) -> None:
+        """Measure the peak anew from here. Does nothing on CPU, where the system keeps one peak per process."""
+        if self.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self.torch_device)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was queued. Does nothing on CPU."""
+        if self.type != "cpu":
+            torch.accelerator.synchronize(self.torch_device)
+
+
+def find_device() -> Device:
+    """The accelerator number LOCAL_RANK of this machine, made torch's current device; the CPU where there is none.
+
+    An accelerator without collectives of its own (Apple's mps) is passed over, since gloo can't reach its memory.
+
+    Raises:
+        UserError: this machine has fewer accelerators than torchrun started processes.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    collectives = Backend.default_device_backend_map.get(accelerator.type) if accelerator else None
+    if accelerator is None or collectives in (None, _CPU_BACKEND):
+        return Device("cpu", torch.device("cpu"), _CPU_BACKEND, _cpu_name())
+
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.accelerator.device_count()
+    if index >= count:
+        raise UserError(
+            f"LOCAL_RANK is {index}, but this machine shows {count} {accelerator.type} device(s), numbered from 0: "
+            f"start at most one process per device, torchrun --nproc-per-node={count}"
+        )
+    torch.accelerator.set_device_index(index)
+    backend = f"{accelerator.type}:{collectives},cpu:{_CPU_BACKEND}"
+    return Device(
+        accelerator.type, torch.device(accelerator.type, index), backend, _accelerator_name(accelerator.type, index)
+    )
+
+
+def configure_allocator() -> None:
+    """Let an accelerator's allocator grow its segments, which avoids running out of memory by fragmentation.
+
+    Must be called before the accelerator is first used. Settings that the user made, also under older names, stay.
+    """
+    older_names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    if not any(name in os.environ for name in older_names):
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def measure_peak_flops(device: Device, dtype: torch.dtype) -> float:
+    """The speed in FLOP/s of square matrix products `[N, N]` of this type; takes about half a second.
+
+    N doubles until a product takes long enough for the clock; the fastest N's median counts. On CPU this is the speed
+    of this process's threads.
+    """
+    best = 0.0
+    for size in (128, 256, 512, 1024, 2048, 4096, 8192):
+        seconds = _matmul_seconds(device, dtype, size)
+        best = max(best, 2 * size**3 / seconds)
+        if seconds > 0.005:  # the next size takes eight times as long
+            break
+    return best
+
+
+def _matmul_seconds(device: Device, dtype: torch.dtype, size: int, repeats: int = 5) -> float:
+    """Median time of one product of two `[size, size]` matrices, after a warm-up."""
+    # A generator of its own leaves the run's random numbers as they were.
+    generator = torch.Generator(device.torch_device).manual_seed(0)
+    matrix = torch.rand(size, size, device=device.torch_device, generator=generator).to(dtype)
+    result = torch.empty_like(matrix)
+    times = []
+    for _ in range(1 + repeats):
+        device.synchronize()
+        start = time.perf_counter()
+        torch.mm(matrix, matrix, out=result)
+        device.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _peak_resident_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def _accelerator_name(device_type: str, index: int) -> str:
+    module = torch.get_device_module(device_type)
+    return str(module.get_device_name(index)) if hasattr(module, "get_device_name") else device_type
+
+
+def _cpu_name() -> str:
+    try:
+        description = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        description = ""
+    model = re.search(r"^model name\s*:\s*(.+)$", description, re.MULTILINE)
+    return model[1].strip() if model else platform.processor() or platform.machine()

@@ -1,0 +1,54 @@
+"""Sharded data parallelism: FSDP2, HSDP and plain replication, all by `fully_shard` on one mesh.
+
+Gradients are summed over ranks, never averaged: the loss was divided by the global number of tokens already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from titan.config.job_config import JobConfig
+from titan.parallelisms.parallel_dims import ParallelDims
+
+
+def apply_fsdp(
+    model: nn.Module, groups: Sequence[Sequence[nn.Module]], parallel_dims: ParallelDims, config: JobConfig
+) -> None:
+    """Shard `model` in place, also over one rank: compute dtypes are then the same in every layout.
+
+    Args:
+        groups: modules whose weights are gathered together, in the order of the forward pass. What no group holds
+            is gathered with the root and stays so through the step.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, config.training.mixed_precision_param),
+        reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
+        # The embedding's output has the compute dtype already; casting inputs would only spoil the fp32 rotary tables.
+        cast_forward_inputs=False,
+    )
+    mesh = parallel_dims.weights
+    reshard = config.parallelism.fsdp_reshard_after_forward
+    for group in groups:
+        # The backward pass starts with the last group: freeing it would gather it again at once.
+        keep = reshard == "never" or (reshard == "default" and group is groups[-1])
+        fully_shard(cast(nn.Module, list(group)), mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard == "always")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+            module.set_gradient_divide_factor(1.0)
+
+
+def reduce_over_replicas(model: nn.Module, enabled: bool) -> None:
+    """Whether the next backward also sums gradients over dp_replicate.
+
+    Within a step of several microbatches each one's gradients are reduce-scattered, so that no rank ever holds more
+    than its shard; the sum over the copies is needed once, after the last.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(enabled)

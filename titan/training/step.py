@@ -1,0 +1,135 @@
+"""One optimizer step: microbatches → gradients of one exact loss → clip → update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titan.config.errors import UserError
+from titan.config.job_config import Training
+from titan.data.loader import Microbatch
+from titan.observability.logging import logger
+from titan.parallelisms.fsdp import reduce_over_replicas
+from titan.training.gradients import clip_gradients, gradient_norm
+from titan.training.loss import IGNORED, cross_entropy_sum
+
+
+class TrainingDiverged(UserError):
+    """The loss or the gradient is not finite, and the config says to stop. The weights are those of the step before."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Numbers of one step, the same on every rank.
+
+    Attributes:
+        loss: mean of −log p over all valid labels of the global batch, in nats.
+        grad_norm: 2-norm of its gradient over the whole model, before clipping.
+        updated: False when the step was left out because a number wasn't finite.
+    """
+
+    loss: float
+    grad_norm: float
+    updated: bool
+
+
+def count_valid_tokens(microbatches: Sequence[Microbatch] | None, group: dist.ProcessGroup) -> int | None:
+    """Valid labels of the global batch, or None when some rank's data has ended: then all ranks end together.
+
+    Summed as int64 on the CPU, so that the accelerator's queue needn't be drained to know the number.
+
+    Args:
+        microbatches: this rank's part of the step; None at the end of its data.
+        group: the ranks over which tokens are summed (ParallelDims.loss).
+    """
+    valid = sum(int((batch.labels != IGNORED).sum()) for batch in microbatches or [])
+    sums = torch.tensor([valid, microbatches is None], dtype=torch.int64)
+    dist.all_reduce(sums, group=group)
+    total, ended = sums.tolist()
+    return None if ended else total
+
+
+class TrainStep:
+    """Runs steps and keeps what must be remembered between them: how many in a row were left out."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        settings: Training,
+        *,
+        device: torch.device,
+        loss_group: dist.ProcessGroup,
+    ) -> None:
+        self._model = model
+        self._parameters = list(model.parameters())
+        self._optimizer = optimizer
+        self._settings = settings
+        self._device = device
+        self._loss_group = loss_group
+        self._skipped_in_a_row = 0
+
+    def run(self, step: int, microbatches: Sequence[Microbatch], valid_tokens: int) -> StepOutcome:
+        """One optimizer step, at the learning rate that the optimizer holds.
+
+        Args:
+            microbatches: this rank's rows of the global batch.
+            valid_tokens: labels of the global batch that aren't IGNORED.
+
+        Raises:
+            TrainingDiverged: a number isn't finite and the policy is to stop. All ranks raise at the same step.
+        """
+        local_loss = self._forward_backward(microbatches, max(1, valid_tokens))
+        norm = gradient_norm(self._parameters)
+        total_loss = local_loss.clone()
+        dist.all_reduce(total_loss, group=self._loss_group)
+        # The one point of a step where the host waits for the device. Both numbers are sums over all ranks, so that
+        # every rank takes the same decision without asking the others.
+        loss_value, norm_value = torch.stack([total_loss, norm.to(total_loss)]).tolist()
+        outcome = StepOutcome(
+            loss_value, norm_value, updated=bool(torch.tensor([loss_value, norm_value]).isfinite().all())
+        )
+        if outcome.updated:
+            self._skipped_in_a_row = 0
+            if self._settings.max_norm > 0:
+                clip_gradients(self._parameters, norm, self._settings.max_norm)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if not outcome.updated:
+            self._on_nonfinite(step, outcome, local_loss)
+        return outcome
+
+    def _forward_backward(self, microbatches: Sequence[Microbatch], valid_tokens: int) -> torch.Tensor:
+        """Sum the gradients of all microbatches; returns this rank's part of the loss, fp32."""
+        loss = torch.zeros((), device=self._device)
+        for number, batch in enumerate(microbatches, start=1):
+            reduce_over_replicas(self._model, enabled=number == len(microbatches))
+            tokens = batch.tokens.to(self._device, non_blocking=True)
+            labels = batch.labels.to(self._device, non_blocking=True)
+            part = cross_entropy_sum(self._model(tokens), labels) / valid_tokens
+            part.backward()
+            loss += part.detach()
+        return loss
+
+    def _on_nonfinite(self, step: int, outcome: StepOutcome, local_loss: torch.Tensor) -> None:
+        finite: list[bool] = [True] * dist.get_world_size()
+        dist.all_gather_object(finite, bool(local_loss.isfinite()))
+        ranks = [str(rank) for rank, ok in enumerate(finite) if not ok]
+        where = f"the loss of rank {', '.join(ranks)}" if ranks else "a gradient, while all losses are finite"
+        what = f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; not finite: {where}"
+        if self._settings.nonfinite == "stop":
+            raise TrainingDiverged(
+                f"{what}. The weights are still those of step {step - 1}. "
+                f"training.nonfinite = 'skip' would leave out such steps"
+            )
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row > self._settings.nonfinite_skip_limit:
+            raise TrainingDiverged(
+                f"{what}. This is more than training.nonfinite_skip_limit = {self._settings.nonfinite_skip_limit} "
+                f"steps in a row"
+            )
+        logger.warning(f"{what}; step left out ({self._skipped_in_a_row} in a row)")

@@ -1,0 +1,198 @@
+"""Train a language model: `torchrun --nproc_per_node=N train.py --job.config_file NAME.toml [--section.field value …]`.
+
+This file is the run from top to bottom. Every decision stands here in order, each one call away from its detail. Torch
+is imported once the config is known to be right, so that `--help` and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from titan.config.startup import config_from_command_line
+
+if TYPE_CHECKING:
+    from titan.config.loader import LoadedConfig
+
+
+def main() -> None:
+    loaded = config_from_command_line()  # a mistake ends the program here, before any process group exists
+
+    from titan.observability.failures import failures_shown
+
+    with failures_shown():
+        if loaded.config.job.check_only:
+            check(loaded)
+        else:
+            train(loaded)
+
+
+def check(loaded: LoadedConfig) -> None:
+    """Say what the run would be, without starting it."""
+    import os
+
+    from titan.observability.device import find_device
+    from titan.observability.plan import describe_run
+    from titan.parallelisms.parallel_dims import ParallelDims
+
+    if os.environ.get("RANK", "0") != "0":
+        return
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    device = find_device()
+    dims = ParallelDims.from_config(loaded.config.parallelism, world_size, device.type)
+    for line in [*loaded.warnings, *describe_run(loaded.config, dims, device)]:
+        print(line)
+
+
+def train(loaded: LoadedConfig) -> None:
+    """Train as a checked config says. Collective over the job's ranks."""
+    import gc
+    import time
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+
+    from titan.checkpoint.manager import CheckpointManager
+    from titan.config.derived import global_batch_size, model_sizes, resolved_steps
+    from titan.config.toml_text import to_toml
+    from titan.data.loader import DataLoader
+    from titan.data.sources import open_documents
+    from titan.data.tokenizer import build_tokenizer
+    from titan.models.spec import model_families
+    from titan.observability.device import configure_allocator, find_device, measure_peak_flops
+    from titan.observability.logging import init_logging, logger
+    from titan.observability.metrics import MetricsLogger, StepResult
+    from titan.observability.plan import describe_run, describe_text
+    from titan.parallelisms.parallel_dims import ParallelDims
+    from titan.parallelisms.process_group import set_timeout, start_process_group
+    from titan.training.initialize import initialize_weights, materialize
+    from titan.training.lr_schedule import lr_factor
+    from titan.training.optimizer import build_optimizer, set_lr
+    from titan.training.reproducibility import seed_step, set_determinism
+    from titan.training.step import TrainStep, count_valid_tokens
+
+    job = loaded.config
+
+    # 1. Where: this process's device, the job's process group, one mesh over all its ranks.
+    configure_allocator()
+    set_determinism(job.debug)
+    device = find_device()
+    owns_group = start_process_group(device, job.comm.init_timeout_seconds)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    init_logging(rank, color=not job.metrics.disable_color_printing)
+    dims = ParallelDims.from_config(job.parallelism, world_size, device.type)
+    dims.build()
+    for warning in loaded.warnings if rank == 0 else []:
+        logger.warning(warning)
+    for line in describe_run(job, dims, device):
+        logger.info(line)
+
+    # 2. On what: the data, in an order that no layout changes.
+    tokenizer = build_tokenizer(job.model.tokenizer_path)
+    logger.info(tokenizer.description)
+    global_batch = global_batch_size(job, dims.batch_degree)
+    tokens_per_step = global_batch * job.training.seq_len
+    loader = DataLoader(
+        open_documents(job.training),
+        tokenizer,
+        job.training,
+        seed=job.debug.seed,
+        global_batch=global_batch,
+        batch_rank=dims.batch.get_local_rank(),
+        batch_degree=dims.batch_degree,
+        group=dims.batch.get_group(),
+    )
+
+    # 3. What: the model, made without memory, spread over the ranks, and only then given its share of it.
+    family, sizes = model_families()[job.model.name], model_sizes(job)
+    with torch.device("meta"):
+        model = family.build(sizes)
+    family.parallelize(model, dims, job)
+    materialize(model, device.torch_device)
+    if job.model.print_model:
+        logger.info(model)
+    optimizer = build_optimizer(job.optimizer, model.named_parameters())
+
+    # 4. From where: this run's newest checkpoint, or initial weights.
+    dump_folder = Path(job.job.dump_folder)
+    checkpoint = CheckpointManager(
+        job.checkpoint,
+        dump_folder,
+        model_parts=[model],
+        optimizer=optimizer,
+        config_toml=to_toml(job, loaded.origins),
+        layout=dims.degrees(),
+    )
+    step, tokens_seen = 0, 0
+    if (state := checkpoint.load()) is None:
+        initialize_weights(model, job.debug.seed)
+    else:
+        step, tokens_seen = state["step"], state["tokens_seen"]
+        loader.load_state_dict(state["data"])
+
+    # 5. The loop.
+    steps = resolved_steps(job, global_batch)
+    schedule_steps = job.lr_scheduler.total_steps or steps
+    precision = job.training.mixed_precision_param
+    measured = measure_peak_flops(device, getattr(torch, precision)) if job.metrics.measure_peak_flops else None
+    metrics = MetricsLogger(
+        job.metrics,
+        dump_folder,
+        device=device,
+        rank=rank,
+        world_size=world_size,
+        total_steps=steps,
+        start_step=step,
+        tokens_seen=tokens_seen,
+        flops=family.flops_per_token(sizes, job.training.seq_len),
+        peak_flops=measured or device.peak_flops(precision),
+    )
+    loss_group = dims.loss.get_group()
+    train_step = TrainStep(model, optimizer, job.training, device=device.torch_device, loss_group=loss_group)
+
+    def save() -> None:
+        with metrics.pause("checkpoint"):
+            checkpoint.save(step, {"step": step, "tokens_seen": tokens_seen, "data": loader.state_dict()})
+
+    gc.collect()
+    gc.disable()  # a collection on one rank makes all others wait; they collect together, every gc_freq steps
+    first_step = step + 1
+    try:
+        while step < steps:
+            waiting = time.perf_counter()
+            microbatches = loader.next_step()
+            data_seconds = time.perf_counter() - waiting
+            valid_tokens = count_valid_tokens(microbatches, loss_group)
+            if microbatches is None or valid_tokens is None:
+                logger.info(f"the data ended after step {step}")
+                break
+            step += 1
+            if step == 1:
+                logger.info(describe_text(tokenizer, microbatches[0].tokens[0].tolist()))
+
+            lr = job.optimizer.lr * lr_factor(job.lr_scheduler, step, schedule_steps)
+            set_lr(optimizer, lr)
+            seed_step(job.debug.seed, step, dims.batch.get_local_rank())
+            outcome = train_step.run(step, microbatches, valid_tokens)
+
+            tokens_seen += tokens_per_step
+            metrics.step(StepResult(step, outcome.loss, outcome.grad_norm, lr, tokens_per_step, data_seconds))
+            if step == first_step:
+                set_timeout(job.comm.train_timeout_seconds)
+            if step % job.training.gc_freq == 0:
+                gc.collect(1)
+            if checkpoint.due(step, last=False):
+                save()
+        if checkpoint.due(step, last=True):
+            save()
+        metrics.flush()
+    finally:
+        gc.enable()
+        loader.close()
+        metrics.close()
+    if owns_group:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
