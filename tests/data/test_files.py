@@ -39,13 +39,12 @@ def test_data_file_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(os, "walk", shuffled_walk)
     monkeypatch.setattr(glob, "glob", lambda *a, **k: 2 * random.sample(found := plain_glob(*a, **k), len(found)))
     fingerprints = set()
-    for seed in range(5):
+    for seed in range(3):
         random.seed(seed)
-        for path in (tmp_path, tmp_path / "**" / "*.jsonl"):
-            opened = documents("json", path)
-            assert texts(opened)[:10] == sorted(names)[:10]
-            assert texts(documents("json", tmp_path)) == sorted(names)
-        fingerprints.add(documents("json", tmp_path).fingerprint)
+        opened = documents("json", tmp_path)
+        assert texts(opened) == sorted(names)
+        fingerprints.add(opened.fingerprint)
+        assert texts(documents("json", tmp_path / "**" / "*.jsonl"))[:10] == sorted(names)[:10]
     assert len(fingerprints) == 1
 
 

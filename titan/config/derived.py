@@ -32,11 +32,11 @@ def resolved_steps(config: JobConfig, global_batch: int) -> int:
 
 
 def model_sizes(config: JobConfig) -> Any:
-    """The family's sizes of the flavor, with the config's normalisation and, when it is set, its vocabulary.
+    """The family's sizes of the flavor, with the normalisation and the vocabulary that the config sets.
 
     Raises:
         KeyError: no family or flavor of that name; the checks refuse such a config.
     """
+    chosen = {"norm_type": config.model.norm_type, "vocab_size": config.model.vocab_size}
     sizes = model_families()[config.model.name].flavors[config.model.flavor]
-    vocab_size = sizes.vocab_size if config.model.vocab_size is None else config.model.vocab_size
-    return dataclasses.replace(sizes, norm_type=config.model.norm_type, vocab_size=vocab_size)
+    return dataclasses.replace(sizes, **{name: value for name, value in chosen.items() if value is not None})

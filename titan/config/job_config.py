@@ -56,8 +56,8 @@ class Model:
     tokenizer_path: str | None = setting(
         None, "Tokenizer file, or a folder that holds one (unset: the embedded byte tokenizer)."
     )
-    norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] = setting(
-        "rmsnorm", "Normalisation; np_layernorm is a layer norm without parameters."
+    norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] | None = setting(
+        None, "Normalisation (unset: the flavor's, rmsnorm for Llama); np_layernorm is a layer norm without parameters."
     )
     print_model: bool = setting(False, "Print the model's modules at the start.")
 
