@@ -31,7 +31,7 @@ def check(loaded: LoadedConfig) -> None:
     import os
 
     from titan.observability.device import find_device
-    from titan.observability.plan import describe_run
+    from titan.observability.plan import describe_layout, describe_run
     from titan.parallelisms.parallel_dims import ParallelDims
 
     if os.environ.get("RANK", "0") != "0":
@@ -39,7 +39,8 @@ def check(loaded: LoadedConfig) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device = find_device()
     dims = ParallelDims.from_config(loaded.config.parallelism, world_size, device.type)
-    for line in [*loaded.warnings, *describe_run(loaded.config, dims, device)]:
+    plan = [*describe_run(loaded.config, dims, device), *describe_layout(loaded.config, dims)]
+    for line in [*loaded.warnings, *plan]:
         print(line)
 
 
@@ -69,7 +70,7 @@ def train(loaded: LoadedConfig) -> None:
     from titan.training.lr_schedule import lr_factor
     from titan.training.optimizer import build_optimizer, set_lr
     from titan.training.reproducibility import seed_step, set_determinism
-    from titan.training.step import TrainStep, count_valid_tokens
+    from titan.training.step import Stages, TrainStep, WholeModel, count_valid_tokens
 
     job = loaded.config
 
@@ -91,6 +92,7 @@ def train(loaded: LoadedConfig) -> None:
     tokenizer = build_tokenizer(job.model.tokenizer_path)
     logger.info(tokenizer.description)
     global_batch = global_batch_size(job, dims.batch_degree)
+    batch_group = dims.batch.get_group()
     tokens_per_step = global_batch * job.training.seq_len
     loader = DataLoader(
         open_documents(job.training),
@@ -100,32 +102,40 @@ def train(loaded: LoadedConfig) -> None:
         global_batch=global_batch,
         batch_rank=dims.batch.get_local_rank(),
         batch_degree=dims.batch_degree,
-        group=dims.batch.get_group(),
+        group=batch_group,
     )
 
     # 3. What: the model, made without memory, spread over the ranks, and only then given its share of it.
     family, sizes = model_families()[job.model.name], model_sizes(job)
     with torch.device("meta"):
         model = family.build(sizes)
-    family.parallelize(model, dims, job)
-    materialize(model, device.torch_device)
     if job.model.print_model:
         logger.info(model)
-    optimizer = build_optimizer(job.optimizer, model.named_parameters())
+    stages: Stages
+    if dims.pp > 1:
+        assert family.pipeline is not None  # config/checks.py
+        stages = family.pipeline(model, dims.world, dims, job, device.torch_device)
+    else:
+        family.parallelize(model, dims.world, dims, job)
+        stages = WholeModel(model)
+    for part in stages.parts:
+        materialize(part, device.torch_device)
+    optimizer = build_optimizer(job.optimizer, [named for part in stages.parts for named in part.named_parameters()])
 
     # 4. From where: this run's newest checkpoint, or initial weights.
     dump_folder = Path(job.job.dump_folder)
     checkpoint = CheckpointManager(
         job.checkpoint,
         dump_folder,
-        model_parts=[model],
+        model_parts=stages.parts,
         optimizer=optimizer,
         config_toml=to_toml(job, loaded.origins),
         layout=dims.degrees(),
     )
     step, tokens_seen = 0, 0
     if (state := checkpoint.load()) is None:
-        initialize_weights(model, job.debug.seed)
+        for part in stages.parts:
+            initialize_weights(part, job.debug.seed)
     else:
         step, tokens_seen = state["step"], state["tokens_seen"]
         loader.load_state_dict(state["data"])
@@ -147,8 +157,7 @@ def train(loaded: LoadedConfig) -> None:
         flops=family.flops_per_token(sizes, job.training.seq_len),
         peak_flops=measured or device.peak_flops(precision),
     )
-    loss_group = dims.loss.get_group()
-    train_step = TrainStep(model, optimizer, job.training, device=device.torch_device, loss_group=loss_group)
+    train_step = TrainStep(stages, optimizer, job, dims, vocab_size=sizes.vocab_size, device=device.torch_device)
 
     def save() -> None:
         with metrics.pause("checkpoint"):
@@ -162,7 +171,7 @@ def train(loaded: LoadedConfig) -> None:
             waiting = time.perf_counter()
             microbatches = loader.next_step()
             data_seconds = time.perf_counter() - waiting
-            valid_tokens = count_valid_tokens(microbatches, loss_group)
+            valid_tokens = count_valid_tokens(microbatches, batch_group)
             if microbatches is None or valid_tokens is None:
                 logger.info(f"the data ended after step {step}")
                 break

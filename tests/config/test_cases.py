@@ -6,6 +6,8 @@ import pytest
 
 from tests.config.conftest import Load, Mistakes
 
+TP = "parallelism.tensor_parallel_degree"
+
 
 def test_cfg_unknown_key(mistakes: Mistakes) -> None:
     wrong = {
@@ -41,16 +43,22 @@ def test_cfg_zero_freq(key: str, value: int, mistakes: Mistakes) -> None:
 
 def test_cfg_degrees(load: Load, mistakes: Mistakes) -> None:
     replicate, shard = "--parallelism.data_parallel_replicate_degree", "--parallelism.data_parallel_shard_degree"
+    tp = "--parallelism.tensor_parallel_degree"
     for arguments, expected in {
-        ("--parallelism.tensor_parallel_degree=3",): "tensor parallelism isn't built yet",
         (f"{shard}=0",): "at least 1, or -1",
         (f"{replicate}=-1", f"{shard}=-1"): "data_parallel_replicate_degree",
         (f"{shard}=-2",): "at least 1, or -1",
-        (f"{shard}=8",): "= 8, but WORLD_SIZE = 4",
-        (f"{replicate}=2", f"{shard}=3"): "dp_replicate 2 * dp_shard 3 = 6, but WORLD_SIZE = 4; legal: ",
+        (f"{shard}=8",): "dp_replicate*dp_shard*cp*tp*pp = 1*8*1*1*1 = 8 but world size = 4; legal: "
+        "data_parallel_shard_degree 4",
+        (f"{replicate}=2", f"{shard}=3"): "= 2*3*1*1*1 = 6 but world size = 4; legal: data_parallel_shard_degree 2",
     }.items():
         (mistake,) = mistakes("", *arguments, world_size=4)
         assert expected in mistake
+    for degree in (3, 8):
+        product, sizes = mistakes("", f"{tp}={degree}", world_size=4)  # it divides neither the ranks nor the heads
+        line = f"dp_replicate*dp_shard*cp*tp*pp = 1*?*1*{degree}*1, and {degree} doesn't divide world size = 4"
+        assert f"{line}; legal: tensor_parallel_degree 1, 2 or 4" in product
+        assert f"n_kv_heads 4 / {degree} = " in sizes and sizes.endswith("legal: 1, 2 or 4")
     load(world_size=1)
 
 
@@ -101,6 +109,34 @@ def test_loss_gbs(load: Load, mistakes: Mistakes) -> None:
         assert f"training.global_batch_size = {batch}" in mistake
         assert f"{local} * {world_size} batch ranks" in mistake and mistake.endswith(f"nearest legal: {legal}")
     load("", "--training.global_batch_size=16", "--training.local_batch_size=4", world_size=2)
+    pipeline = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=16")
+    load("", *pipeline, "--training.global_batch_size=16", world_size=2)  # ranks of a pipeline read the same rows
+    (mistake,) = mistakes("", *pipeline, "--training.global_batch_size=16", world_size=4)
+    assert "16 * 2 batch ranks (dp_replicate * dp_shard) = 32; nearest legal: 32" in mistake
+
+
+def test_cp_seqlen(load: Load, mistakes: Mistakes) -> None:
+    cp, tp, seq_len = (f"--{key}" for key in ("parallelism.context_parallel_degree", TP, "training.seq_len"))
+    (mistake,) = mistakes("", f"{seq_len}=36", f"{cp}=4", world_size=4)
+    assert mistake == (
+        "training.seq_len = 36: not a multiple of context_parallel_degree 4 * 2 = 8 (a head and a tail chunk per "
+        "rank); nearest legal: 32 or 40"
+    )
+    (mistake,) = mistakes("", f"{seq_len}=4", f"{cp}=4", world_size=4)
+    assert mistake.endswith("nearest legal: 8")
+    (mistake,) = mistakes("", f"{seq_len}=18", f"{cp}=2", f"{tp}=2", world_size=4)
+    assert "context_parallel_degree 2 * lcm(2, tensor_parallel_degree 2) = 4" in mistake and "16 or 20" in mistake
+    load(
+        "", f"{seq_len}=20", f"{cp}=2", f"{tp}=2", world_size=4
+    )  # 10 tokens a rank: two chunks of 5, and 5 per tp rank
+
+
+def test_tp_async(mistakes: Mistakes) -> None:
+    flag = "--parallelism.enable_async_tensor_parallel"
+    for tp in (1, 2):
+        (mistake,) = mistakes("", flag, f"--{TP}={tp}", world_size=2)
+        assert "enable_async_tensor_parallel = true: it needs tensor_parallel_degree > 1 (it is " + f"{tp})" in mistake
+        assert "torch.compile, which isn't built yet, and GPUs with symmetric memory; leave it at false" in mistake
 
 
 def test_lr_too_long(load: Load) -> None:

@@ -20,39 +20,6 @@ def test_defaults_pass_for_any_world() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicate", "shard", "world_size", "expected"),
-    [
-        (2, 3, 4, "dp_replicate 2 * dp_shard 3 = 6, but WORLD_SIZE = 4; legal: 1 * 4, 2 * 2 or 4 * 1"),
-        (1, 8, 4, "dp_replicate 1 * dp_shard 8 = 8, but WORLD_SIZE = 4"),
-        (1, 2, 1, "dp_replicate 1 * dp_shard 2 = 2, but WORLD_SIZE = 1; legal: 1 * 1 "),
-        (
-            3,
-            -1,
-            4,
-            "dp_replicate 3 doesn't divide WORLD_SIZE = 4; legal beside data_parallel_shard_degree = -1: 1, 2 or 4",
-        ),
-    ],
-)
-def test_degrees(replicate: int, shard: int, world_size: int, expected: str) -> None:
-    config = JobConfig()
-    config.parallelism.data_parallel_replicate_degree = replicate
-    config.parallelism.data_parallel_shard_degree = shard
-    (mistake,) = check(config, world_size, set())
-    assert expected in mistake
-    assert f"parallelism.data_parallel_replicate_degree = {replicate}" in mistake
-
-
-@pytest.mark.parametrize(
-    ("replicate", "shard", "world_size"), [(1, -1, 4), (2, -1, 4), (2, 2, 4), (4, 1, 4), (1, 1, 1)]
-)
-def test_degrees_that_fit(replicate: int, shard: int, world_size: int) -> None:
-    config = JobConfig()
-    config.parallelism.data_parallel_replicate_degree = replicate
-    config.parallelism.data_parallel_shard_degree = shard
-    assert check(config, world_size, set()) == []
-
-
-@pytest.mark.parametrize(
     ("batch", "local", "world_size", "legal"),
     [(10, 4, 2, "8 or 16"), (4, 4, 2, "8"), (17, 8, 1, "16 or 24")],
 )

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.config.conftest import Load, Mistakes
-from titan.config import fields, known, loader, not_built
-from titan.config.fields import Setting, all_settings, sections, value_of
+from titan.config import not_built
+from titan.config.fields import all_settings, sections, value_of
 from titan.config.given import COMMAND_LINE, Given
 from titan.config.legacy import RENAMES, translate
 from titan.config.loader import load_config
@@ -97,6 +97,10 @@ def test_older_spelling_of_a_value(load: Load) -> None:
         ("experimental.pipeline_parallel_schedule", "1f1b", ("parallelism.pipeline_parallel_schedule", "1F1B")),
         ("parallelism.pipeline_parallel_schedule", "interleaved_1f1b", (None, "Interleaved1F1B")),
         ("parallelism.pipeline_parallel_schedule", "gpipe", (None, "GPipe")),
+        ("parallelism.pipeline_parallel_schedule", "flexible_interleaved_1f1b", (None, "Interleaved1F1B")),
+        ("parallelism.pipeline_parallel_schedule", "FlexibleInterleaved1F1B", (None, "Interleaved1F1B")),
+        ("parallelism.pipeline_parallel_schedule", "zbv_zero_bubble", (None, "ZBVZeroBubble")),
+        ("parallelism.pipeline_parallel_schedule", "looped-bfs", (None, "LoopedBFS")),
         ("parallelism.pipeline_parallel_schedule", "other", (None, "other")),
         ("training.enable_loss_parallel", True, ("parallelism.disable_loss_parallel", False)),
         ("compile.enable_async_tensor_parallel", True, ("parallelism.enable_async_tensor_parallel", True)),
@@ -112,31 +116,107 @@ def test_translation(key: str, value: object, translated: tuple[str | None, obje
     assert (found_key, found_value) == (translated[0] or key, translated[1])
 
 
+def test_schedule_of_any_spelling_says_todays(load: Load) -> None:
+    (warning,) = load("", "--parallelism.pipeline_parallel_schedule=interleaved_1F1B").warnings
+    assert warning.endswith('is an older name; today it is "Interleaved1F1B"')
+    (warning,) = load("", "--experimental.pipeline_parallel_schedule=1f1b").warnings
+    assert warning.endswith('is an older name; today it is parallelism.pipeline_parallel_schedule = "1F1B"')
+
+
+PIPELINE = "--parallelism.pipeline_parallel_degree=2"
+
+
 class TestMicrobatchCount:
     """experimental.pipeline_parallel_microbatches is a count; today's key is a size, so it needs the batch size."""
 
-    @pytest.fixture(autouse=True)
-    def pipelines_are_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        key = "parallelism.pipeline_parallel_microbatch_size"
-        settings = {**all_settings(), key: Setting(key, int, 1, minimum=1)}
-        for module in (loader, known, fields):
-            monkeypatch.setattr(module, "all_settings", lambda: settings)
-        monkeypatch.delitem(NOT_BUILT, key, raising=False)
-        monkeypatch.setattr(loader, "build", lambda values: values)
+    @staticmethod
+    def size(*arguments: str) -> int:
+        return load_config([PIPELINE, *arguments]).config.parallelism.pipeline_parallel_microbatch_size
 
     def test_size(self) -> None:
-        arguments = ["--experimental.pipeline_parallel_microbatches=4", "--training.batch_size=12"]
-        values: Any = load_config(arguments).config
-        assert values["parallelism.pipeline_parallel_microbatch_size"] == 3
+        assert self.size("--experimental.pipeline_parallel_microbatches=4", "--training.batch_size=12") == 3
 
-    def test_count_that_doesnt_divide(self) -> None:
-        with pytest.raises(Exception, match=r"training\.local_batch_size = 8 can't be cut into 3 .*1, 2, 4, 8"):
-            load_config(["--experimental.pipeline_parallel_microbatches=3"])
+    def test_count_that_doesnt_divide(self, mistakes: Mistakes) -> None:
+        (mistake,) = mistakes("", PIPELINE, "--experimental.pipeline_parallel_microbatches=3", world_size=2)
+        assert mistake.endswith("training.local_batch_size = 8 can't be cut into 3 microbatches; legal: 1, 2, 4 or 8")
 
-    def test_overridden_by_a_size(self) -> None:
-        sizes = ["--parallelism.pipeline_parallel_microbatch_size=2"]
-        values: Any = load_config(sizes).config
-        assert values["parallelism.pipeline_parallel_microbatch_size"] == 2
+    def test_overridden_by_a_size(self, load: Load) -> None:
+        toml = "[experimental]\npipeline_parallel_microbatches = 3"
+        config = load(toml, PIPELINE, "--parallelism.pipeline_parallel_microbatch_size=2", world_size=2).config
+        assert config.parallelism.pipeline_parallel_microbatch_size == 2
+
+    def test_without_a_pipeline_it_asks_for_nothing(self, load: Load) -> None:
+        config = load("", "--experimental.pipeline_parallel_microbatches=3").config
+        assert config.parallelism.pipeline_parallel_microbatch_size == 1
+
+
+class TestSplitPoints:
+    """experimental.pipeline_parallel_split_points has the first module of each next stage."""
+
+    @staticmethod
+    def toml(*points: str) -> str:
+        return f"[experimental]\npipeline_parallel_degree = 2\npipeline_parallel_split_points = {toml_value([*points])}"
+
+    def test_parts(self, load: Load) -> None:
+        loaded = load(self.toml("layers.2"), world_size=2)
+        layers = [f"layers.{layer}" for layer in range(6)]
+        assert loaded.config.parallelism.module_fqns_per_model_part == [
+            ["tok_embeddings", *layers[:2]],
+            [*layers[2:], "norm", "output"],
+        ]
+        assert any("parallelism.module_fqns_per_model_part" in warning for warning in loaded.warnings)
+        on_the_command_line = ("--experimental.pipeline_parallel_split_points", "layers.1,layers.2,norm")
+        loaded = load(
+            self.toml("layers.2"),
+            *on_the_command_line,
+            "--experimental.pipeline_parallel_schedule=gpipe",
+            "--parallelism.pipeline_parallel_degree=4",
+            world_size=4,
+        )
+        parts = loaded.config.parallelism.module_fqns_per_model_part
+        assert parts is not None and [part[0] for part in parts] == ["tok_embeddings", "layers.1", "layers.2", "norm"]
+
+    def test_none(self, load: Load) -> None:
+        assert load(self.toml(), world_size=2).config.parallelism.module_fqns_per_model_part is None
+        asks_nothing = ("--parallelism.pipeline_parallel_degree", "1")
+        assert load(self.toml("layers.99"), *asks_nothing).config.parallelism.module_fqns_per_model_part is None
+
+    @pytest.mark.parametrize(
+        ("points", "expected"),
+        [
+            (["layers.6"], 'the model has no module "layers.6"; did you mean layers.'),
+            (["layer.2"], 'the model has no module "layer.2"; did you mean layers.2?'),
+            (["layers.3", "layers.2"], "each point starts a stage, so they go in the order of the model, once each"),
+            (["layers.3", "layers.3"], "once each: layers.0 … output"),
+            (["tok_embeddings"], "once each: layers.0 … output"),
+        ],
+    )
+    def test_wrong(self, points: list[str], expected: str, mistakes: Mistakes) -> None:
+        (mistake,) = mistakes(self.toml(*points), world_size=2)
+        assert mistake.startswith("run.toml: experimental.pipeline_parallel_split_points = ") and expected in mistake
+
+    def test_number_of_parts_is_checked_like_todays(self, mistakes: Mistakes) -> None:
+        (mistake,) = mistakes(self.toml("layers.2", "layers.4"), world_size=2)
+        assert "module_fqns_per_model_part: it has 3 parts" in mistake
+
+    def test_unknown_model_is_one_mistake(self, mistakes: Mistakes) -> None:
+        (mistake,) = mistakes(self.toml("layers.2"), "--model.name=lama3", world_size=2)
+        assert mistake.startswith("model.name")
+
+    def test_model_of_ones_own(self, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from titan.models import spec
+
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setattr(spec, "_FAMILIES", dict(spec.model_families()))
+        Path("family_to_cut.py").write_text(
+            "import dataclasses\n"
+            "from titan.models.spec import Stages, model_families, register_model\n"
+            "stages = lambda sizes: Stages(('a',), ('b.0', 'b.1'), ('c',))\n"
+            "register_model(dataclasses.replace(model_families()['llama3'], name='cut', stages=stages))\n"
+        )
+        own = ("--experimental.custom_import=family_to_cut", "--model.name=cut")
+        parts = load(self.toml("b.1"), *own, world_size=2).config.parallelism.module_fqns_per_model_part
+        assert parts == [["a", "b.0"], ["b.1", "c"]]
 
 
 def test_tables_name_no_key_twice() -> None:
@@ -165,7 +245,7 @@ def test_harmless_values_pass_and_others_dont(key: str, load: Load, mistakes: Mi
 
 
 def test_refusal_doesnt_confuse_types(mistakes: Mistakes) -> None:
-    assert mistakes("[parallelism]\ntensor_parallel_degree = true")
+    assert mistakes("[parallelism]\nexpert_parallel_degree = true")
     assert mistakes("[compile]\nenable = 0")
 
 

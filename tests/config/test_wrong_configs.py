@@ -126,15 +126,19 @@ WRONG: list[tuple[str, list[str]]] = [
     # older names
     ('[training]\nbatch_size = "8"', ["training.batch_size", "today training.local_batch_size", "whole number"]),
     ("[optimizer]\nfused = 1", ["optimizer.fused = 1", "today optimizer.implementation", "true or false"]),
+    ("[training]\ntensor_parallel_degree = 0", ["today parallelism.tensor_parallel_degree", "at least 1"]),
+    ("[experimental]\npipeline_parallel_schedule = '1f2b'", ["pipeline_parallel_schedule", 'did you mean "1F1B"?']),
+    ("[experimental]\npipeline_parallel_split_points = 'layers.2'", ["a list of texts"]),
+    ("[parallelism]\nmodule_fqns_per_model_part = ['layers.0']", ["a list of lists of texts"]),
     ("[training]\nbatch_size = 8\nlocal_batch_size = 4", ["training.local_batch_size = 4", "contradicts"]),
     ("--training.batch_size 8 --training.local_batch_size 4", ["contradicts", "--training.batch_size"]),
     # features that aren't there
     (
-        "[parallelism]\ntensor_parallel_degree = 2",
-        ["tensor_parallel_degree = 2: tensor parallelism isn't built yet; leave it at 1"],
+        "[parallelism]\nexpert_parallel_degree = 2",
+        ["expert_parallel_degree = 2: expert parallelism isn't built yet; leave it at 1"],
     ),
-    ("--parallelism.tensor_parallel_degree 2", ["tensor parallelism isn't built yet; leave it at 1"]),
-    ("[parallelism]\ntensor_parallel_degree = true", ["tensor parallelism isn't built yet"]),
+    ("--parallelism.expert_parallel_degree 2", ["expert parallelism isn't built yet; leave it at 1"]),
+    ("[parallelism]\nexpert_parallel_degree = true", ["expert parallelism isn't built yet"]),
     ("[training]\ncompile = true", ["training.compile = true (today compile.enable)", "compiling isn't built yet"]),
     ("--training.compile", ["--training.compile", "compiling isn't built yet"]),
     ("[activation_checkpoint]\nmode = 'selective'", ["activation checkpointing isn't built yet", 'leave it at "none"']),
@@ -170,18 +174,18 @@ def test_several_mistakes_at_once(mistakes: Mistakes) -> None:
         [model]
         flavor = "8b"
         [parallelism]
-        tensor_parallel_degree = 2
-        data_parallel_replicate_degree = 3
+        expert_parallel_degree = 2
+        tensor_parallel_degree = 3
     """
     found = mistakes(toml, "--metrics.log_freq=0", "--training.nosuch", world_size=4)
     subjects = [
         "run.toml: stray",
         "run.toml: training.seqlen",
         "run.toml: training.steps",
-        "run.toml: parallelism.tensor_parallel_degree",
+        "run.toml: parallelism.expert_parallel_degree",
         "command line: --metrics.log_freq 0",
         "command line: --training.nosuch",
-        "parallelism.data_parallel_replicate_degree = 3",
+        "parallelism.tensor_parallel_degree = 3",
         'model.flavor = "8b"',
         'training.dataset = "text"',
     ]

@@ -19,12 +19,13 @@ from titan.data.loader import Microbatch
 from titan.models.spec import model_families
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.training.initialize import initialize_weights, materialize
-from titan.training.step import StepOutcome, TrainStep, count_valid_tokens
+from titan.training.step import Stages, StepOutcome, TrainStep, WholeModel, count_valid_tokens
 
 TINY = [
     "--experimental.custom_import=tests.distributed.tiny_models",
     "--model.name=tiny",
     "--model.flavor=untied",
+    "--model.tokenizer_path=tiny",
     "--training.mixed_precision_param=float32",
     "--training.seq_len=32",
     "--lr_scheduler.warmup_steps=2",
@@ -52,42 +53,52 @@ class SmallRun:
     """A tiny model in a layout, with SGD and any gradient policy, for steps on microbatches made by hand."""
 
     def __init__(self, *arguments: str, lr: float = 0.1) -> None:
-        config = load_and_check([*TINY, *arguments], dist.get_world_size()).config
+        self.config = config = load_and_check([*TINY, *arguments], dist.get_world_size()).config
         self.dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
         self.dims.build()
         family, sizes = model_families()[config.model.name], model_sizes(config)
+        cpu = torch.device("cpu")
         with torch.device("meta"):
-            self.model = family.build(sizes)
-        family.parallelize(self.model, self.dims, config)
-        materialize(self.model, torch.device("cpu"))
-        initialize_weights(self.model, config.debug.seed)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
-        self._group = self.dims.loss.get_group()
-        self.steps = TrainStep(
-            self.model, self.optimizer, config.training, device=torch.device("cpu"), loss_group=self._group
-        )
-        self._local_batch = config.training.local_batch_size
+            model = family.build(sizes)
+        self.stages: Stages
+        if self.dims.pp > 1:
+            self.stages = family.pipeline(model, self.dims.world, self.dims, config, cpu)
+        else:
+            family.parallelize(model, self.dims.world, self.dims, config)
+            self.stages = WholeModel(model)
+        for part in self.stages.parts:
+            materialize(part, cpu)
+            initialize_weights(part, config.debug.seed)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=lr)
+        self.steps = TrainStep(self.stages, self.optimizer, config, self.dims, vocab_size=sizes.vocab_size, device=cpu)
 
-    def microbatches(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[Microbatch]:
-        """This rank's part of a global batch `[G, S]`."""
-        rows = len(tokens) // self.dims.batch_degree
-        start = self.dims.batch.get_local_rank() * rows
-        mine = slice(start, start + rows)
-        return [
-            Microbatch(*part)
-            for part in zip(tokens[mine].split(self._local_batch), labels[mine].split(self._local_batch), strict=True)
-        ]
+    @property
+    def model(self) -> Any:
+        """The only part."""
+        (part,) = self.stages.parts
+        return part
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for part in self.stages.parts for parameter in part.parameters()]
 
     def step(self, number: int, tokens: torch.Tensor, labels: torch.Tensor) -> StepOutcome:
-        batches = self.microbatches(tokens, labels)
-        valid = count_valid_tokens(batches, self._group)
+        """A step on a global batch `[G, S]`, of which each rank takes its rows."""
+        rows = len(tokens) // self.dims.batch_degree
+        start = self.dims.batch.get_local_rank() * rows
+        mine, size = slice(start, start + rows), self.config.training.local_batch_size
+        parts = zip(tokens[mine].split(size), labels[mine].split(size), strict=True)
+        batches = [Microbatch(*part) for part in parts]
+        valid = count_valid_tokens(batches, self.dims.batch.get_group())
         assert valid is not None
         return self.steps.run(number, batches, valid)
 
-
-def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter, unsharded. Collective."""
-    return {
-        name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
-        for name, parameter in model.named_parameters()
-    }
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Every parameter of the model, unsharded, on every rank. Collective."""
+        mine = {
+            name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+            for part in self.stages.parts
+            for name, parameter in part.named_parameters()
+        }
+        by_stage: list[dict[str, torch.Tensor]] = [{} for _ in range(self.dims.pp)]
+        dist.all_gather_object(by_stage, mine, group=self.dims.world.get_group("pp"))
+        return {name: weight for weights in by_stage for name, weight in weights.items()}

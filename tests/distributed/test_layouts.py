@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.runs import TINY, SmallRun, train_here, whole_weights
+from tests.distributed.runs import TINY, SmallRun, train_here
 from tests.distributed.world import WorldError, Worlds
 
 REPLICATE, SHARD = "--parallelism.data_parallel_replicate_degree", "--parallelism.data_parallel_shard_degree"
@@ -77,21 +77,21 @@ def test_num_layout_loss(
 
 def random_batch(step: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, 263, (rows, 33), generator=generator)
+    tokens = torch.randint(0, 101, (rows, 33), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def sgd_weights(arguments: list[str], steps: int, ignore: bool = False) -> tuple[Any, Any, list[float], list[float]]:
     """Initial weights, weights after some steps of SGD, losses and norms."""
     run = SmallRun(*arguments)
-    initial = whole_weights(run.model)
+    initial = run.weights()
     outcomes = []
     for step in range(1, steps + 1):
         tokens, labels = random_batch(step)
         if ignore:  # 3 valid labels in row 0, 13 in row 1, all in rows 2-3, none at all in rows 4-7
             labels[0, 3:] = labels[1, 13:] = labels[4:] = -100
         outcomes.append(run.step(step, tokens, labels))
-    return initial, whole_weights(run.model), [o.loss for o in outcomes], [o.grad_norm for o in outcomes]
+    return initial, run.weights(), [o.loss for o in outcomes], [o.grad_norm for o in outcomes]
 
 
 @pytest.mark.parametrize("flavor", ["untied", "tied", "layernorm"])
@@ -143,9 +143,9 @@ def clipped_change(replicate: int, shard: int, max_norm: float) -> tuple[float, 
     """Length of the step that SGD with lr 1 makes: the norm of the clipped gradient."""
     extra = [f"--training.max_norm={max_norm}"]
     run = SmallRun(*layout_arguments(replicate, shard, 8 // (replicate * shard), extra), lr=1.0)
-    before = whole_weights(run.model)
+    before = run.weights()
     outcome = run.step(1, *random_batch(1))
-    after = whole_weights(run.model)
+    after = run.weights()
     change = sum((after[name].double() - before[name].double()).pow(2).sum() for name in before) ** 0.5
     return outcome.grad_norm, float(change)
 
@@ -232,7 +232,7 @@ def poisoned_step(policy: str, limit: int) -> tuple[list[Any], str, bool]:
             outcomes.append(run.step(step, *random_batch(step)).updated)
         except Exception as error:
             run.model.output.weight.to_local().data.copy_(healthy)  # take the poison itself out again
-            finite = all(bool(w.isfinite().all()) for w in whole_weights(run.model).values())
+            finite = all(bool(w.isfinite().all()) for w in run.weights().values())
             return outcomes, f"{type(error).__name__}: {error}", finite
         run.model.output.weight.to_local().data.copy_(healthy)
     return outcomes, "", True

@@ -28,6 +28,8 @@ def _serve(rank: int, size: int, connection: Connection) -> None:
     )
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     connection.send("ready")
@@ -46,6 +48,9 @@ def _serve(rank: int, size: int, connection: Connection) -> None:
             connection.send(("error", traceback.format_exc()))
         if outcome[0] == "ok":
             dist.destroy_process_group()
+            # torch remembers meshes, and so process groups, of equal layouts: those of this case are gone.
+            clear_redistribute_planner_cache()
+            _clear_sharding_prop_cache()
 
 
 class World:
@@ -53,7 +58,9 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        context = mp.get_context("spawn")
+        # Forked from a server that has imported torch once, rather than each importing it anew.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor"])
         self._folder = tempfile.TemporaryDirectory()
         self._count = 0
         self._connections: list[Connection] = []

@@ -9,32 +9,17 @@ from __future__ import annotations
 import glob
 import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
-from titan.config.derived import global_batch_size, model_sizes, resolved_steps
+from titan.config import checks_parallelism, checks_pipeline
+from titan.config.derived import batch_degree, global_batch_size, model_sizes, pipeline_microbatches, resolved_steps
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
 from titan.config.nearest import did_you_mean
+from titan.config.rules import Mistakes, Rule, listed, nearest_multiples
 from titan.config.toml_text import DEFAULT
 from titan.models.spec import model_families
-
-Mistakes = Iterator[str]
-
-
-class Rule(NamedTuple):
-    """One rule that spans fields.
-
-    Attributes:
-        find: yields a text per mistake.
-        reads: keys whose values it needs; it is left out when one of them is reported already.
-        spoils: keys that later rules can't rely on once this one found a mistake.
-    """
-
-    find: Callable[[JobConfig, int], Mistakes]
-    reads: tuple[str, ...]
-    spoils: tuple[str, ...] = ()
 
 
 def check(config: JobConfig, world_size: int, reported: set[str]) -> list[str]:
@@ -53,13 +38,6 @@ def check(config: JobConfig, world_size: int, reported: set[str]) -> list[str]:
     return mistakes
 
 
-def batch_degree(config: JobConfig, world_size: int) -> int:
-    """Ranks that read different rows: dp_replicate * dp_shard, for degrees that fit the world size."""
-    replicate = config.parallelism.data_parallel_replicate_degree
-    shard = config.parallelism.data_parallel_shard_degree
-    return replicate * (world_size // replicate if shard == -1 else shard)
-
-
 def _custom_import(config: JobConfig, world_size: int) -> Mistakes:
     module = config.experimental.custom_import
     if not module:
@@ -71,34 +49,14 @@ def _custom_import(config: JobConfig, world_size: int) -> Mistakes:
         yield f"experimental.custom_import = {module}: the import failed with {reason}; set PYTHONPATH to where it lies"
 
 
-def _degrees(config: JobConfig, world_size: int) -> Mistakes:
-    replicate = config.parallelism.data_parallel_replicate_degree
-    shard = config.parallelism.data_parallel_shard_degree
-    divisors = [degree for degree in range(1, world_size + 1) if world_size % degree == 0]
-    if shard == -1 and world_size % replicate:
-        yield (
-            f"parallelism.data_parallel_replicate_degree = {replicate}: dp_replicate {replicate} doesn't divide "
-            f"WORLD_SIZE = {world_size}; legal beside data_parallel_shard_degree = -1: {_listed(divisors)}"
-        )
-    elif shard != -1 and replicate * shard != world_size:
-        yield (
-            f"parallelism.data_parallel_replicate_degree = {replicate}, "
-            f"parallelism.data_parallel_shard_degree = {shard}: dp_replicate {replicate} * dp_shard {shard} = "
-            f"{replicate * shard}, but WORLD_SIZE = {world_size}; legal: "
-            f"{_listed([f'{degree} * {world_size // degree}' for degree in divisors])} "
-            "(data_parallel_shard_degree = -1 takes all ranks that are left)"
-        )
-
-
 def _global_batch(config: JobConfig, world_size: int) -> Mistakes:
     local, ranks = config.training.local_batch_size, batch_degree(config, world_size)
     batch, unit = global_batch_size(config, ranks), local * ranks
     if batch % unit:
-        below = batch // unit * unit
-        legal = _listed([number for number in (below, below + unit) if number])
         yield (
             f"training.global_batch_size = {batch}: not a multiple of training.local_batch_size {local} * "
-            f"{ranks} batch ranks (dp_replicate * dp_shard) = {unit}; nearest legal: {legal}"
+            f"{ranks} batch ranks (dp_replicate * dp_shard) = {unit}; "
+            f"nearest legal: {listed(nearest_multiples(batch, unit))}"
         )
 
 
@@ -106,7 +64,7 @@ def _model_name(config: JobConfig, world_size: int) -> Mistakes:
     name, families = config.model.name, model_families()
     if name not in families:
         hint = did_you_mean(name, families)
-        yield f'model.name = "{name}": no such model family; there are {_listed(families)}{hint}'
+        yield f'model.name = "{name}": no such model family; there are {listed(families)}{hint}'
 
 
 def _flavor(config: JobConfig, world_size: int) -> Mistakes:
@@ -114,7 +72,7 @@ def _flavor(config: JobConfig, world_size: int) -> Mistakes:
     flavors = model_families()[name].flavors
     if flavor not in flavors:
         hint = did_you_mean(flavor, flavors)
-        yield f'model.flavor = "{flavor}": {name} has no such flavor; it has {_listed(flavors)}{hint}'
+        yield f'model.flavor = "{flavor}": {name} has no such flavor; it has {listed(flavors)}{hint}'
 
 
 def _seq_len(config: JobConfig, world_size: int) -> Mistakes:
@@ -162,17 +120,19 @@ def _load_step(config: JobConfig, world_size: int) -> Mistakes:
         )
 
 
-_DEGREES = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
+_BATCH_RANKS = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
 _MODEL = ("model.name", "model.flavor")
 
 RULES = (
     Rule(_custom_import, ("experimental.custom_import",), ("experimental.custom_import", "model.name")),
-    Rule(_degrees, _DEGREES, _DEGREES),
-    Rule(_global_batch, (*_DEGREES, "training.global_batch_size", "training.local_batch_size")),
+    *checks_parallelism.DEGREE_RULES,
+    Rule(_global_batch, (*_BATCH_RANKS, "training.global_batch_size", "training.local_batch_size")),
     Rule(_model_name, ("experimental.custom_import", "model.name"), ("model.name",)),
     Rule(_flavor, _MODEL, ("model.flavor",)),
     Rule(_seq_len, (*_MODEL, "training.seq_len")),
     Rule(_vocabulary, ("experimental.custom_import", *_MODEL, "model.vocab_size", "model.tokenizer_path")),
+    *checks_parallelism.MODEL_RULES,
+    *checks_pipeline.RULES,
     Rule(_dataset_path, ("training.dataset", "training.dataset_path")),
     Rule(_load_step, ("checkpoint.load_step", "checkpoint.enable")),
 )
@@ -185,7 +145,7 @@ def warn(config: JobConfig, world_size: int, origins: Mapping[str, str]) -> list
         origins: where each value came from, as LoadedConfig has it.
     """
     steps = resolved_steps(config, global_batch_size(config, batch_degree(config, world_size)))
-    warnings = list(_schedule_warnings(config, steps))
+    warnings = [*_schedule_warnings(config, steps), *_pipeline_warnings(config)]
     if config.training.total_tokens is not None and origins["training.steps"] != DEFAULT:
         warnings.append(
             f"training.total_tokens = {config.training.total_tokens} decides the length of the run: {steps} steps; "
@@ -217,7 +177,11 @@ def _schedule_warnings(config: JobConfig, steps: int) -> Iterator[str]:
         )
 
 
-def _listed(names: Iterable[object]) -> str:
-    """`1, 2 or 4`."""
-    texts = [str(name) for name in names]
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
+def _pipeline_warnings(config: JobConfig) -> Iterator[str]:
+    ranks, microbatches = config.parallelism.pipeline_parallel_degree, pipeline_microbatches(config)
+    if microbatches < ranks:
+        yield (
+            f"parallelism.pipeline_parallel_degree = {ranks}: only {microbatches} microbatch(es) for as many ranks, so "
+            "that most of them wait; raise training.local_batch_size or lower "
+            "parallelism.pipeline_parallel_microbatch_size"
+        )

@@ -6,7 +6,13 @@ import dataclasses
 from typing import Any
 
 from titan.config.job_config import JobConfig
-from titan.models.spec import model_families
+from titan.models.spec import Stages, model_families
+from titan.parallelisms.parallel_dims import ParallelDims
+
+
+def batch_degree(config: JobConfig, world_size: int) -> int:
+    """Ranks that read different rows: dp_replicate * dp_shard, where -1 takes all ranks that are left."""
+    return ParallelDims.from_config(config.parallelism, world_size).batch_degree
 
 
 def global_batch_size(config: JobConfig, batch_degree: int) -> int:
@@ -17,6 +23,14 @@ def global_batch_size(config: JobConfig, batch_degree: int) -> int:
     """
     given = config.training.global_batch_size
     return config.training.local_batch_size * batch_degree if given == -1 else given
+
+
+def pipeline_microbatches(config: JobConfig) -> int:
+    """Microbatches into which a pipeline cuts local_batch_size windows; 1 without a pipeline."""
+    settings = config.parallelism
+    if settings.pipeline_parallel_degree == 1:
+        return 1
+    return config.training.local_batch_size // settings.pipeline_parallel_microbatch_size
 
 
 def resolved_steps(config: JobConfig, global_batch: int) -> int:
@@ -40,3 +54,13 @@ def model_sizes(config: JobConfig) -> Any:
     chosen = {"norm_type": config.model.norm_type, "vocab_size": config.model.vocab_size}
     sizes = model_families()[config.model.name].flavors[config.model.flavor]
     return dataclasses.replace(sizes, **{name: value for name, value in chosen.items() if value is not None})
+
+
+def model_stages(config: JobConfig) -> Stages | None:
+    """The model's modules for cutting it into pipeline stages; None when the family can't be cut.
+
+    Raises:
+        KeyError: as `model_sizes`.
+    """
+    stages = model_families()[config.model.name].stages
+    return None if stages is None else stages(model_sizes(config))

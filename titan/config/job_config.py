@@ -162,7 +162,57 @@ class Parallelism:
     )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = setting(
         "default",
-        "Free a block's gathered weights after its forward pass: always, never, or all but the last group's (default).",
+        "Free a block's gathered weights after its forward pass: always, never, or (default) all but the last group's, "
+        "and none in a pipeline, where every microbatch would gather them again.",
+    )
+    tensor_parallel_degree: int = setting(1, "Ranks that share each matrix product.", minimum=1)
+    enable_sequence_parallel: bool = setting(
+        True, "With tensor parallelism: cut the residual stream and the norms over the sequence between products."
+    )
+    disable_loss_parallel: bool = setting(
+        False, "With tensor parallelism: gather whole logits instead of computing the loss on parts of the vocabulary."
+    )
+    enable_async_tensor_parallel: bool = setting(
+        False, "With tensor parallelism: overlap its communication with the products, piece by piece."
+    )
+    context_parallel_degree: int = setting(1, "Ranks that share each sequence.", minimum=1)
+    context_parallel_load_balancer: Literal["headtail", "none"] = setting(
+        "headtail", "Which tokens a rank holds: an early and a late chunk, so that causal attention costs all the same."
+    )
+    context_parallel_rotate_method: Literal["allgather", "alltoall"] = setting(
+        "allgather", "How keys and values reach a rank: gathered at once, or passed around a ring block by block."
+    )
+    pipeline_parallel_degree: int = setting(1, "Ranks that hold different layers.", minimum=1)
+    pipeline_parallel_schedule: Literal[
+        "GPipe",
+        "1F1B",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ] = setting("1F1B", "Order in which a pipeline's ranks run forward and backward passes of microbatches.")
+    pipeline_parallel_schedule_csv: str | None = setting(
+        None, "File with a schedule of one's own, a row of actions (0F0, 0B0 …) per rank, instead of a named one."
+    )
+    pipeline_parallel_microbatch_size: int = setting(
+        1, "Windows per microbatch of the pipeline; divides local_batch_size.", minimum=1
+    )
+    pipeline_parallel_layers_per_stage: int | None = setting(
+        None,
+        "Layers of a stage, which sets the number of stages per rank. Unset: one, or two for looped schedules.",
+        minimum=1,
+    )
+    pipeline_parallel_first_stage_less_layers: int = setting(
+        1, "Layers that the first stage has less than others, for the embedding it holds.", minimum=0
+    )
+    pipeline_parallel_last_stage_less_layers: int = setting(
+        1, "Layers that the last stage has less than others, for the head it holds.", minimum=0
+    )
+    module_fqns_per_model_part: list[list[str]] | None = setting(  # noqa: RUF009  (it makes a dataclass field)
+        None,
+        'The modules of every stage by name, such as [["tok_embeddings", "layers.0"], ["layers.1", '
+        '"norm", "output"]], instead of a split by cost.',
     )
 
 

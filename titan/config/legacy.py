@@ -6,14 +6,20 @@ old and new names are equal only translates older spellings of the value.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from titan.config.convert import WrongValue, convert
-from titan.config.fields import Setting
+from titan.config.derived import model_stages
+from titan.config.fields import Setting, all_settings, build
 from titan.config.given import Given
+from titan.config.nearest import did_you_mean
+from titan.config.rules import divisors, listed_near
 from titan.config.toml_text import shown
+from titan.parallelisms.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,9 @@ def _has_float8(converters: list[str]) -> bool:
 
 
 def _schedule(name: object) -> object:
-    today = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     plain = str(name).lower().replace("_", "").replace("-", "")
-    return next((schedule for schedule in today if schedule.lower() == plain), name)
+    plain = plain.removeprefix("flexible")  # what torch had as FlexibleInterleaved1F1B is Interleaved1F1B since 2.6
+    return next((schedule for schedule in SCHEDULES if schedule.lower() == plain), name)
 
 
 def _norm(name: object) -> object:
@@ -78,18 +84,51 @@ def _as_text(number: object) -> object:
 
 
 def _microbatch_size(count: int, values: Mapping[str, Any]) -> int:
+    """Windows per microbatch, when there are `count` of them; today's default without a pipeline."""
+    if values[_PP] == 1:
+        return int(all_settings()[_MICROBATCH].default)
     local = values["training.local_batch_size"]
     if count < 1 or local % count:
-        legal = ", ".join(str(divisor) for divisor in range(1, local + 1) if local % divisor == 0)
+        legal = listed_near(divisors(local), count)
         raise WrongValue(f"training.local_batch_size = {local} can't be cut into {count} microbatches; legal: {legal}")
     return int(local // count)
+
+
+def _model_parts(points: list[str], values: Mapping[str, Any]) -> list[list[str]] | None:
+    """Modules of every stage, when each of `points` is the first one of the next; None without a pipeline or points."""
+    modules = _modules_in_order(values)
+    if values[_PP] == 1 or not points or modules is None:
+        return None
+    for point in points:
+        if point not in modules:
+            raise WrongValue(f'the model has no module "{point}"{did_you_mean(point, modules)}')
+    starts = [0, *(modules.index(point) for point in points)]
+    if starts != sorted(set(starts)):
+        order = f"{modules[1]} … {modules[-1]}"
+        raise WrongValue(f"each point starts a stage, so they go in the order of the model, once each: {order}")
+    return [modules[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
+
+
+def _modules_in_order(values: Mapping[str, Any]) -> list[str] | None:
+    """The modules that stages are made of. None where there are none, or no such model: the checks say so."""
+    config = build(dict(values))
+    with contextlib.suppress(Exception):  # whatever the user's module raises; the checks show it
+        if config.experimental.custom_import:
+            importlib.import_module(config.experimental.custom_import)
+    try:
+        stages = model_stages(config)
+    except KeyError:
+        return None
+    return None if stages is None else [*stages.first, *stages.layers, *stages.last]
 
 
 _SHARD = "parallelism.data_parallel_shard_degree"
 _LAST_MODEL_ONLY = "checkpoint.last_save_model_only"
 _LOSS_PARALLEL = "parallelism.disable_loss_parallel"
 _MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
+_PP = "parallelism.pipeline_parallel_degree"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
+_PARTS = "parallelism.module_fqns_per_model_part"
 _ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 _FLOAT8 = "float8.enable_float8_linear"
 
@@ -115,12 +154,12 @@ RENAMES = (
     Rename("training.compile", "compile.enable"),
     Rename("training.seed", "debug.seed"),
     Rename("training.deterministic", "debug.deterministic"),
-    Rename("experimental.pipeline_parallel_degree", "parallelism.pipeline_parallel_degree"),
+    Rename("experimental.pipeline_parallel_degree", _PP),
     Rename("experimental.pipeline_parallel_schedule", _SCHEDULE, value=_schedule),
     Rename(_SCHEDULE, _SCHEDULE, value=_schedule),
     Rename("experimental.pipeline_parallel_schedule_csv", "parallelism.pipeline_parallel_schedule_csv"),
     Rename("experimental.pipeline_parallel_microbatches", _MICROBATCH, int, other=_microbatch_size),
-    Rename("experimental.pipeline_parallel_split_points", "parallelism.module_fqns_per_model_part"),
+    Rename("experimental.pipeline_parallel_split_points", _PARTS, list[str], other=_model_parts),
     Rename("experimental.context_parallel_degree", "parallelism.context_parallel_degree"),
     Rename("experimental.context_parallel_rotate_method", "parallelism.context_parallel_rotate_method"),
     Rename("experimental.custom_args_module", "experimental.custom_import"),
@@ -173,7 +212,8 @@ def renaming(given: Given, new: str, value: object) -> str | None:
     if given.key != new:
         row = find_rename(given.key)
         opposite = ", with the opposite value" if row and row.value is _negated else ""
-        return f"{given.name} is an older name; today it is {new}{opposite}"
+        respelled = isinstance(given.value, str) and isinstance(value, str) and given.value != value
+        return f"{given.name} is an older name; today it is {new}{f' = {shown(value)}' if respelled else opposite}"
     if isinstance(given.value, str) and given.value != value:
         return f"{given} is an older name; today it is {shown(value)}"
     return None

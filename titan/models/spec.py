@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from titan.config.job_config import JobConfig
     from titan.parallelisms.parallel_dims import ParallelDims
+    from titan.parallelisms.pipeline import Pipeline
 
 
 class Normal(NamedTuple):
@@ -41,12 +43,42 @@ class FlopsPerToken(NamedTuple):
 class Sizes(Protocol):
     """What the rest of titan reads of a family's sizes; families add their own. Must be a dataclass."""
 
-    vocab_size: int
-    max_seq_len: int
-    norm_type: str
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_seq_len(self) -> int: ...
+
+    @property
+    def norm_type(self) -> str: ...
+
+    @property
+    def dim(self) -> int:
+        """Width of the residual stream."""
+
+    @property
+    def n_layers(self) -> int: ...
+
+    @property
+    def tied(self) -> bool:
+        """The head shares the embedding's weight."""
 
 
 S = TypeVar("S", bound=Sizes)
+
+
+class Stages(NamedTuple):
+    """The top-level modules of a model in the order of the forward pass, for cutting it into pipeline stages.
+
+    Attributes:
+        first: what goes before the layers.
+        layers: the names of the layers.
+        last: what comes after them.
+    """
+
+    first: tuple[str, ...]
+    layers: tuple[str, ...]
+    last: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -56,17 +88,26 @@ class ModelSpec(Generic[S]):
     Attributes:
         name: what `model.name` calls it.
         flavors: sizes by the name that `model.flavor` gives.
-        build: makes the model; called under `torch.device("meta")`. The model takes tokens `[B, S]` and gives logits
-            `[B, S, V]`. It has the methods of `TrainableModel`.
-        parallelize: spreads a model over the ranks, in place, before its weights exist.
+        build: makes the model; called under `torch.device("meta")`. The model takes tokens `[B, S]`, and `positions`
+            `[B, S]` when they aren't 0 … S − 1, and gives logits `[B, S, V]`. It has the methods of `TrainableModel`.
+        parallelize: `(model, world_mesh, parallel_dims, job_config)` spreads a model or a pipeline stage of it over the
+            ranks, in place, before its weights exist.
         flops_per_token: FLOPs at a sequence length.
+        stages: how the model may be cut into pipeline stages; a part without some modules has None in their place.
+            None: this family has no pipeline.
+        pipeline: `(model, world_mesh, parallel_dims, job_config, device)` makes this rank's stages of a model.
+        divisible_by_tp: sizes, by their names, that the tensor parallel degree must divide; empty where a family has
+            no tensor parallelism.
     """
 
     name: str
     flavors: Mapping[str, S]
     build: Callable[[S], nn.Module]
-    parallelize: Callable[[nn.Module, ParallelDims, JobConfig], None]
+    parallelize: Callable[[nn.Module, DeviceMesh, ParallelDims, JobConfig], None]
     flops_per_token: Callable[[S, int], FlopsPerToken]
+    stages: Callable[[S], Stages] | None = None
+    pipeline: Callable[[nn.Module, DeviceMesh, ParallelDims, JobConfig, torch.device], Pipeline] | None = None
+    divisible_by_tp: Callable[[S], Mapping[str, int]] = lambda sizes: {}
 
 
 class TrainableModel(Protocol):

@@ -33,6 +33,8 @@ def apply_fsdp(
     )
     mesh = parallel_dims.weights
     reshard = config.parallelism.fsdp_reshard_after_forward
+    if reshard == "default" and parallel_dims.pp > 1:
+        reshard = "never"  # or every microbatch would gather the weights again
     for group in groups:
         # The backward pass starts with the last group: freeing it would gather it again at once.
         keep = reshard == "never" or (reshard == "default" and group is groups[-1])

@@ -37,9 +37,11 @@ class ParallelDims:
         """Fill in a dp_shard degree of -1 with the ranks that are left. The config was checked (config/checks.py)."""
         replicate = parallelism.data_parallel_replicate_degree
         shard = parallelism.data_parallel_shard_degree
+        pp, cp = parallelism.pipeline_parallel_degree, parallelism.context_parallel_degree
+        tp = parallelism.tensor_parallel_degree
         if shard == -1:
-            shard = world_size // replicate
-        return cls(pp=1, dp_replicate=replicate, dp_shard=shard, cp=1, tp=1, device_type=device_type)
+            shard = world_size // (pp * replicate * cp * tp)
+        return cls(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, device_type=device_type)
 
     @property
     def world_size(self) -> int:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from titan.config.errors import UserError
-from titan.config.job_config import Training
+from titan.config.job_config import JobConfig
 from titan.data.loader import Microbatch
 from titan.observability.logging import logger
+from titan.parallelisms.context import SequenceShards
 from titan.parallelisms.fsdp import reduce_over_replicas
+from titan.parallelisms.parallel_dims import ParallelDims
 from titan.training.gradients import clip_gradients, gradient_norm
-from titan.training.loss import IGNORED, cross_entropy_sum
+from titan.training.loss import IGNORED, LossSum, build_loss
 
 
 class TrainingDiverged(UserError):
@@ -43,8 +47,8 @@ def count_valid_tokens(microbatches: Sequence[Microbatch] | None, group: dist.Pr
     Summed as int64 on the CPU, so that the accelerator's queue needn't be drained to know the number.
 
     Args:
-        microbatches: this rank's part of the step; None at the end of its data.
-        group: the ranks over which tokens are summed (ParallelDims.loss).
+        microbatches: this rank's part of the step, whole rows; None at the end of its data.
+        group: the ranks that read different rows (ParallelDims.batch).
     """
     valid = sum(int((batch.labels != IGNORED).sum()) for batch in microbatches or [])
     sums = torch.tensor([valid, microbatches is None], dtype=torch.int64)
@@ -53,24 +57,81 @@ def count_valid_tokens(microbatches: Sequence[Microbatch] | None, group: dist.Pr
     return None if ended else total
 
 
+class Stages(Protocol):
+    """What runs a batch forward and backward: a whole model, or a pipeline's share of one.
+
+    Attributes:
+        parts: the modules whose parameters this rank trains.
+    """
+
+    parts: list[nn.Module]
+
+    def forward_backward(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        positions: torch.Tensor | None,
+        loss_fn: LossSum,
+        last: bool,
+    ) -> torch.Tensor:
+        """Add the gradients of the loss over a batch `[B, S]`.
+
+        Args:
+            positions: of the tokens, `[B, S]`; 0 … S − 1 when None.
+            last: the optimizer's step comes next, so gradients must be reduced over all ranks.
+
+        Returns:
+            The loss, a scalar; zero on ranks that don't see it.
+        """
+
+
+class WholeModel:
+    """A model that isn't cut into stages."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parts = [model]
+
+    def forward_backward(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        positions: torch.Tensor | None,
+        loss_fn: LossSum,
+        last: bool,
+    ) -> torch.Tensor:
+        """See `Stages`."""
+        model = self.parts[0]
+        reduce_over_replicas(model, enabled=last)
+        loss = loss_fn(model(tokens, positions), labels)
+        loss.backward()
+        return loss.detach()
+
+
 class TrainStep:
     """Runs steps and keeps what must be remembered between them: how many in a row were left out."""
 
     def __init__(
         self,
-        model: nn.Module,
+        stages: Stages,
         optimizer: torch.optim.Optimizer,
-        settings: Training,
+        config: JobConfig,
+        dims: ParallelDims,
         *,
+        vocab_size: int,
         device: torch.device,
-        loss_group: dist.ProcessGroup,
     ) -> None:
-        self._model = model
-        self._parameters = list(model.parameters())
+        self._stages = stages
+        self._parameters = [parameter for part in stages.parts for parameter in part.parameters()]
         self._optimizer = optimizer
-        self._settings = settings
+        self._settings = config.training
         self._device = device
-        self._loss_group = loss_group
+        self._loss_sum = build_loss(config.parallelism, dims, vocab_size)
+        self._loss_group = dims.loss.get_group()
+        self._pipeline_group = dims.world.get_group("pp") if dims.pp > 1 else None
+        self._shards = None
+        if dims.cp > 1:
+            balanced = config.parallelism.context_parallel_load_balancer == "headtail"
+            self._shards = SequenceShards(dims.world.get_local_rank("cp"), dims.cp, balanced)
         self._skipped_in_a_row = 0
 
     def run(self, step: int, microbatches: Sequence[Microbatch], valid_tokens: int) -> StepOutcome:
@@ -84,15 +145,15 @@ class TrainStep:
             TrainingDiverged: a number isn't finite and the policy is to stop. All ranks raise at the same step.
         """
         local_loss = self._forward_backward(microbatches, max(1, valid_tokens))
-        norm = gradient_norm(self._parameters)
+        norm = gradient_norm(self._parameters, self._pipeline_group)
         total_loss = local_loss.clone()
         dist.all_reduce(total_loss, group=self._loss_group)
+        if self._pipeline_group is not None:
+            dist.all_reduce(total_loss, group=self._pipeline_group)
         # The one point of a step where the host waits for the device. Both numbers are sums over all ranks, so that
         # every rank takes the same decision without asking the others.
         loss_value, norm_value = torch.stack([total_loss, norm.to(total_loss)]).tolist()
-        outcome = StepOutcome(
-            loss_value, norm_value, updated=bool(torch.tensor([loss_value, norm_value]).isfinite().all())
-        )
+        outcome = StepOutcome(loss_value, norm_value, updated=math.isfinite(loss_value) and math.isfinite(norm_value))
         if outcome.updated:
             self._skipped_in_a_row = 0
             if self._settings.max_norm > 0:
@@ -105,15 +166,28 @@ class TrainStep:
 
     def _forward_backward(self, microbatches: Sequence[Microbatch], valid_tokens: int) -> torch.Tensor:
         """Sum the gradients of all microbatches; returns this rank's part of the loss, fp32."""
+
+        def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return self._loss_sum(logits, labels) / valid_tokens
+
         loss = torch.zeros((), device=self._device)
         for number, batch in enumerate(microbatches, start=1):
-            reduce_over_replicas(self._model, enabled=number == len(microbatches))
-            tokens = batch.tokens.to(self._device, non_blocking=True)
-            labels = batch.labels.to(self._device, non_blocking=True)
-            part = cross_entropy_sum(self._model(tokens), labels) / valid_tokens
-            part.backward()
-            loss += part.detach()
+            tokens, labels, positions = self._local(batch)
+            loss += self._stages.forward_backward(tokens, labels, positions, loss_fn, last=number == len(microbatches))
         return loss
+
+    def _local(self, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Tokens, labels and positions of this rank's part of the sequences, on its device."""
+        tokens, labels, positions = batch.tokens, batch.labels, None
+        rows, seq_len = tokens.shape
+        if self._shards is not None:
+            tokens, labels = self._shards.take(tokens), self._shards.take(labels)
+            positions = self._shards.positions(seq_len).expand(rows, -1)
+        elif self._pipeline_group is not None:  # later stages see no tokens to count
+            positions = torch.arange(seq_len).expand(rows, -1)
+        if positions is not None:
+            positions = positions.to(self._device, non_blocking=True)
+        return tokens.to(self._device, non_blocking=True), labels.to(self._device, non_blocking=True), positions
 
     def _on_nonfinite(self, step: int, outcome: StepOutcome, local_loss: torch.Tensor) -> None:
         finite: list[bool] = [True] * dist.get_world_size()

@@ -8,13 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from titan.models.llama.sizes import LLAMA2_FLAVORS, LLAMA3_FLAVORS, LlamaSizes
-from titan.models.spec import FlopsPerToken, ModelSpec, register_model
+from titan.models.spec import FlopsPerToken, ModelSpec, Stages, register_model
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from titan.config.job_config import JobConfig
     from titan.parallelisms.parallel_dims import ParallelDims
+    from titan.parallelisms.pipeline import Pipeline
 
 
 def _build(sizes: LlamaSizes) -> nn.Module:
@@ -23,10 +26,32 @@ def _build(sizes: LlamaSizes) -> nn.Module:
     return Llama(sizes)
 
 
-def _parallelize(model: nn.Module, parallel_dims: ParallelDims, config: JobConfig) -> None:
+def _parallelize(model: nn.Module, world_mesh: DeviceMesh, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
     from titan.models.llama.parallelize import parallelize_llama
 
-    parallelize_llama(model, parallel_dims, config)
+    parallelize_llama(model, world_mesh, parallel_dims, job_config)
+
+
+def _pipeline(
+    model: nn.Module,
+    world_mesh: DeviceMesh,
+    parallel_dims: ParallelDims,
+    job_config: JobConfig,
+    device: torch.device,
+) -> Pipeline:
+    from titan.models.llama.parallelize import pipeline_llama
+
+    return pipeline_llama(model, world_mesh, parallel_dims, job_config, device)
+
+
+def llama_stages(sizes: LlamaSizes) -> Stages:
+    """How a Llama may be cut into pipeline stages."""
+    layers = tuple(f"layers.{layer}" for layer in range(sizes.n_layers))
+    return Stages(first=("tok_embeddings",), layers=layers, last=("norm", "output"))
+
+
+def _divisible_by_tp(sizes: LlamaSizes) -> dict[str, int]:
+    return {"n_heads": sizes.n_heads, "n_kv_heads": sizes.n_kv_heads, "ffn_dim": sizes.ffn_dim}
 
 
 def _flops_per_token(sizes: LlamaSizes, seq_len: int) -> FlopsPerToken:
@@ -39,4 +64,6 @@ def _flops_per_token(sizes: LlamaSizes, seq_len: int) -> FlopsPerToken:
 
 
 for _name, _flavors in (("llama2", LLAMA2_FLAVORS), ("llama3", LLAMA3_FLAVORS)):
-    register_model(ModelSpec(_name, _flavors, _build, _parallelize, _flops_per_token))
+    register_model(
+        ModelSpec(_name, _flavors, _build, _parallelize, _flops_per_token, llama_stages, _pipeline, _divisible_by_tp)
+    )

@@ -32,8 +32,13 @@ class TransformerBlock(nn.Module):
 class Llama(nn.Module):
     """Embedding, blocks, norm, head.
 
-    The blocks are a ModuleDict keyed by their number, so that a part of them keeps its names.
+    The blocks are a ModuleDict keyed by their number, so that a part of them keeps its names. In a pipeline stage the
+    modules of other stages are None or missing, and what goes in and out is the residual stream.
     """
+
+    tok_embeddings: nn.Embedding | None
+    norm: nn.Module | None
+    output: nn.Linear | None
 
     def __init__(self, sizes: LlamaSizes) -> None:
         super().__init__()
@@ -54,13 +59,19 @@ class Llama(nn.Module):
         self.output = nn.Linear(sizes.dim, sizes.vocab_size, bias=False)
         self.tie_weights()
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Tokens `[B, S]` (and their positions `[B, S]`, when they aren't 0 … S − 1) → logits `[B, S, V]`."""
-        cos, sin = self.rotary(tokens.shape[1], positions)
-        h = self.tok_embeddings(tokens)
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Tokens `[B, S]` → logits `[B, S, V]`.
+
+        Args:
+            x: tokens; in a pipeline stage without the embedding, the stream `[B, S, dim]`.
+            positions: of the tokens, `[B, S]`; 0 … S − 1 when None.
+        """
+        h = x if self.tok_embeddings is None else self.tok_embeddings(x)
+        cos, sin = self.rotary(x.shape[1], positions)
         for block in self.layers.values():
             h = block(h, cos, sin)
-        return self.output(self.norm(h))
+        h = h if self.norm is None else self.norm(h)
+        return h if self.output is None else self.output(h)
 
     def parameter_init(self, name: str) -> Normal | Constant:
         """Initial values of the parameter of this full name.
@@ -84,5 +95,5 @@ class Llama(nn.Module):
 
     def tie_weights(self) -> None:
         """Make the head's weight the embedding's, where the sizes say so."""
-        if self.sizes.tied:
+        if self.sizes.tied and self.output is not None and self.tok_embeddings is not None:
             self.output.weight = self.tok_embeddings.weight

@@ -4,18 +4,80 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.job_config import JobConfig
+from titan.models.llama import llama_stages
 from titan.models.llama.model import Llama
+from titan.parallelisms.context import apply_context_parallel
 from titan.parallelisms.fsdp import apply_fsdp
 from titan.parallelisms.parallel_dims import ParallelDims
+from titan.parallelisms.pipeline import Pipeline
+from titan.parallelisms.tensor import Role, apply_tensor_parallel
+
+TENSOR_PLAN = {
+    "tok_embeddings": Role.EMBEDDING,
+    "layers.*.attention_norm": Role.NORM,
+    "layers.*.attention": Role.BLOCK,
+    "layers.*.attention.wq": Role.COLUMN,
+    "layers.*.attention.wk": Role.COLUMN,
+    "layers.*.attention.wv": Role.COLUMN,
+    "layers.*.attention.wo": Role.ROW,
+    "layers.*.ffn_norm": Role.NORM,
+    "layers.*.feed_forward": Role.BLOCK,
+    "layers.*.feed_forward.w1": Role.COLUMN,
+    "layers.*.feed_forward.w3": Role.COLUMN,
+    "layers.*.feed_forward.w2": Role.ROW,
+    "norm": Role.NORM,
+    "output": Role.HEAD,
+}
 
 
-def parallelize_llama(model: nn.Module, parallel_dims: ParallelDims, config: JobConfig) -> None:
-    """Spread `model` (on meta, whole) over the ranks, in place."""
+def parallelize_llama(
+    model: nn.Module, world_mesh: DeviceMesh, parallel_dims: ParallelDims, job_config: JobConfig
+) -> None:
+    """Spread a Llama, or a pipeline stage of one, over the ranks, in place, while it is on the meta device."""
     model = cast(Llama, model)
-    apply_fsdp(model, fsdp_groups(model), parallel_dims, config)
+    settings = job_config.parallelism
+    if parallel_dims.tp > 1:
+        apply_tensor_parallel(
+            model,
+            world_mesh["tp"],
+            TENSOR_PLAN,
+            sequence_parallel=settings.enable_sequence_parallel,
+            loss_parallel=not settings.disable_loss_parallel,
+        )
+        model.tie_weights()  # embedding and head were split one by one
+    if parallel_dims.cp > 1:
+        apply_context_parallel(
+            model,
+            world_mesh["cp"],
+            settings.context_parallel_rotate_method,
+            balanced=settings.context_parallel_load_balancer == "headtail",
+        )
+    apply_fsdp(model, fsdp_groups(model), parallel_dims, job_config)
+
+
+def pipeline_llama(
+    model: nn.Module,
+    world_mesh: DeviceMesh,
+    parallel_dims: ParallelDims,
+    job_config: JobConfig,
+    device: torch.device,
+) -> Pipeline:
+    """This rank's pipeline stages of a Llama, each of them parallelized."""
+    sizes = cast(Llama, model).sizes
+    return Pipeline(
+        model,
+        llama_stages(sizes),
+        sizes,
+        parallel_dims,
+        job_config,
+        device=device,
+        parallelize=lambda stage: parallelize_llama(stage, world_mesh, parallel_dims, job_config),
+    )
 
 
 def fsdp_groups(model: Llama) -> list[list[nn.Module]]:
@@ -27,4 +89,6 @@ def fsdp_groups(model: Llama) -> list[list[nn.Module]]:
     blocks: list[list[nn.Module]] = [[block] for block in model.layers.values()]
     if model.sizes.tied:
         return blocks
-    return [[model.tok_embeddings], *blocks, [model.norm, model.output]]
+    ends: tuple[list[nn.Module | None], list[nn.Module | None]] = [model.tok_embeddings], [model.norm, model.output]
+    first, last = ([module for module in end if module is not None] for end in ends)
+    return [group for group in (first, *blocks, last) if group]

@@ -1,0 +1,444 @@
+"""The README, docs/ and train_configs/ say what is so: commands and examples run, tables are compared with the code.
+
+How a page is written, so that it can be checked:
+- A ```bash block holds commands. Each is run, or checked against what it names, by the rule in `RULES` for its program.
+  A command without a rule is a failure.
+- ```text exact after it: each line is in the output, in this order; … stands for anything.
+- ```text shape after it: the same, with numbers and white space left out of the comparison.
+- A block with a file's name, as in ```python my_gpt.py, is that file for the commands below it. Other python blocks are
+  scripts. ```text tree is compared with the folders.
+
+A page runs from top to bottom in a folder of its own that looks like titan's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from titan.config.errors import UserError
+from titan.config.fields import all_settings
+from titan.config.job_config import LRScheduler
+from titan.config.legacy import RENAMES, find_rename
+from titan.config.loader import LoadedConfig, load_and_check, load_config
+from titan.config.not_built import NOT_BUILT, NOT_BUILT_CHOICES
+from titan.models.spec import model_families
+from titan.observability.metric_writers import WindowMetrics
+from titan.training.lr_schedule import lr_factor
+from train import check
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+
+_SMALL = 20_000_000  # parameters of a model that a test may train
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Block(NamedTuple):
+    line: int
+    language: str
+    name: str  # what follows the language: a file's name, or how the block is compared
+    text: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """The fenced blocks of a page."""
+    found, lines = [], page.read_text().splitlines()
+    numbers = iter(range(len(lines)))
+    for start in numbers:
+        if not lines[start].startswith("```"):
+            continue
+        language, _, name = lines[start][3:].partition(" ")
+        end = next(number for number in numbers if lines[number] == "```")
+        found.append(Block(start + 1, language, name, "\n".join(lines[start + 1 : end]) + "\n"))
+    return found
+
+
+# --- commands
+
+
+class Session:
+    """A folder in which a page's commands run, and the output of the last one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.output = ""
+        for name in ("train.py", "train_configs", "Makefile"):
+            (folder / name).symlink_to(ROOT / name)
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / name).write_text(text)
+
+    def run(self, command: list[str], variables: dict[str, str] | None = None, status: int = 0) -> None:
+        own = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
+        own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        own |= {"PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}"} | (variables or {})
+        done = subprocess.run(
+            command, cwd=self.folder, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+        )
+        self.output = done.stdout
+        assert done.returncode == status, f"{shlex.join(command)} gave {done.returncode}:\n{done.stdout[-3000:]}"
+
+    def check(self, arguments: list[str], world_size: int) -> None:
+        """`train.py --job.check_only`, in this process: most of its time would go into importing torch."""
+        loaded = self.load(arguments, world_size)
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as output:
+            for name in _LAUNCHER:
+                patch.delenv(name, raising=False)
+            patch.setenv("WORLD_SIZE", str(world_size))
+            check(loaded)
+        self.output = output.getvalue()
+
+    def load(self, arguments: list[str], world_size: int) -> LoadedConfig:
+        """The config of a command line, as it would be read here."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.folder)
+            patch.syspath_prepend(self.folder)
+            return load_and_check(arguments, world_size)
+
+
+def train(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:
+    """`python train.py …`: run as it is when it trains nothing or has mistakes, else with small steps."""
+    assert words[:2] in (["python", "train.py"], ["python3", "train.py"])
+    arguments = words[2:]
+    if "--help" in arguments:
+        session.run([sys.executable, "train.py", "--help"])
+        return
+    world_size = int(variables.get("WORLD_SIZE", "1"))
+    try:
+        job = session.load(arguments, world_size).config.job
+    except UserError:
+        assert asked == "text exact", f"{shlex.join(words)} has mistakes, and the page doesn't show them"
+        session.run([sys.executable, "train.py", *arguments], variables, status=2)
+        return
+    if job.check_only:
+        session.check(arguments, world_size)
+    elif job.print_config:
+        session.run([sys.executable, "train.py", *arguments], variables)
+    else:
+        assert not variables
+        run_small(session, [sys.executable, "train.py"], arguments, 1)
+
+
+def launch(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:
+    """`torchrun … train.py …`: run when it is small; else its config is checked for as many ranks as it starts."""
+    assert not variables
+    script = words.index("train.py")
+    options = {}
+    for word in words[1:script]:
+        name, _, value = word.removeprefix("--").partition("=")
+        options[name.replace("-", "_")] = value
+    assert options.keys() <= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "standalone"}
+    nodes, processes = int(options.get("nnodes", 1)), int(options["nproc_per_node"])
+    if nodes > 1:
+        assert options["rdzv_backend"] == "c10d" and options["rdzv_endpoint"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *words[1 : script + 1]]
+    run_small(session, launcher, words[script + 1 :], nodes * processes)
+
+
+def run_small(session: Session, command: list[str], arguments: list[str], world_size: int) -> None:
+    """Train for two steps of short windows, when model, data and world are small."""
+    config = session.load(arguments, world_size).config
+    family = model_families()[config.model.name]
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in family.build(family.flavors[config.model.flavor]).parameters())
+    streamed = config.training.dataset == "c4" or "/" in config.training.dataset
+    if parameters > _SMALL or world_size > 2 or streamed:
+        return
+    steps = [] if config.training.steps < 5 else ["--training.steps=2"]
+    session.run([*command, *arguments, *steps, "--training.seq_len=64", "--metrics.log_freq=1"])
+
+
+def make(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:
+    """`make TARGET`: there is such a target; that which trains does so when the page shows what one sees."""
+    command = ["make", "-n", "NPROC=2", *words[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        if "torchrun" in line:
+            launched = ["torchrun", *shlex.split(line)[1:]]
+            if asked:
+                launch(session, {}, launched, asked)
+            else:
+                session.load(launched[launched.index("train.py") + 1 :], 2)
+
+
+def install(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:
+    """`pip install -e '.[extra]'`: the extra is one."""
+    assert words[:3] == ["pip", "install", "-e"] and len(words) == 4
+    extra = re.fullmatch(r"\.(?:\[(\w+)\])?", words[3])
+    assert extra is not None
+    assert extra[1] is None or extra[1] in project()["optional-dependencies"]
+
+
+def tensorboard(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:
+    """`tensorboard --logdir FOLDER`: a dependency, and a command above wrote events there."""
+    assert words[1] == "--logdir" and len(words) == 3
+    assert any(requirement.startswith("tensorboard") for requirement in project()["dependencies"])
+    assert list((session.folder / words[2]).glob("events.*"))
+
+
+Rule = Callable[[Session, dict[str, str], list[str], str], None]
+RULES: dict[str, Rule] = {
+    "python": train,
+    "python3": train,
+    "torchrun": launch,
+    "make": make,
+    "pip": install,
+    "tensorboard": tensorboard,
+}
+
+
+def project() -> dict[str, Any]:
+    metadata: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return metadata
+
+
+def run_commands(session: Session, block: Block, asked: str) -> None:
+    """Run or check each line of a block; `asked` is how the block after it is compared."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        variables = {}
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            name, _, value = words.pop(0).partition("=")
+            variables[name] = value
+        if words:
+            assert words[0] in RULES, f"line {block.line}: no rule says how to check: {line}"
+            RULES[words[0]](session, variables, words, asked)
+
+
+def assert_shown(text: str, output: str, normal: Callable[[str], str]) -> None:
+    """Each line of `text` is one of the output's, in the same order; … stands for anything."""
+    lines = iter([normal(line) for line in output.splitlines()])
+    for line in text.splitlines():
+        pattern = re.escape(normal(line)).replace("…", ".*")
+        if line.strip() and line.strip() != "…":
+            assert any(re.fullmatch(pattern, found) for found in lines), f"not in the output:\n{line}\n---\n{output}"
+
+
+def shape(line: str) -> str:
+    """A log line without its clock, its numbers, and its alignment."""
+    line = re.sub(r"^\d\d:\d\d:\d\d ", "", line)
+    return " ".join(re.sub(r"\d[\d.,:]*(e[+-]\d+)?[kM]?", "#", line).replace("( ", "(").split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page(page: Path, tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    blocks = blocks_of(page)
+    for number, block in enumerate(blocks):
+        after = blocks[number + 1] if number + 1 < len(blocks) else None
+        match block.language, block.name:
+            case "bash", "":
+                shown = after is not None and after.language == "text" and after.name in ("exact", "shape")
+                run_commands(session, block, f"text {after.name}" if shown and after else "")
+            case "text", "exact":
+                assert_shown(block.text, session.output, str.rstrip)
+            case "text", "shape":
+                assert_shown(block.text, session.output, shape)
+            case "text", "tree":
+                check_tree(block.text)
+            case "text", "":
+                pass
+            case "python", "":
+                session.run([sys.executable, "-c", block.text])
+            case "python" | "json", _:
+                session.write(block.name, block.text)
+            case "toml", name:
+                session.write(name or "block.toml", block.text)
+                session.load([f"--job.config_file={name or 'block.toml'}"], 8)
+            case language, name:
+                pytest.fail(f"line {block.line}: no rule says how to check a block of {language} {name}")
+
+
+# --- the house
+
+
+def tree_entries(text: str) -> Iterator[str]:
+    """The paths of an indented list; a folder ends in a slash."""
+    parents: list[str] = []
+    for line in text.splitlines():
+        indent, name = re.fullmatch(r"( *)(\S+)( .*)?", line).groups()[:2]  # type: ignore[union-attr]
+        del parents[len(indent) // 2 :]
+        path = "".join(parents) + name
+        yield path
+        if name.endswith("/"):
+            parents.append(name)
+
+
+def check_tree(text: str) -> None:
+    """All that is listed is there; of titan/, each folder that is opened is listed whole."""
+    entries = list(tree_entries(text))
+    for entry in entries:
+        assert (ROOT / entry).is_dir() if entry.endswith("/") else (ROOT / entry).is_file(), f"{entry} isn't there"
+    folders = {f"{Path(entry).parent}/" for entry in entries if entry.startswith("titan/") and entry != "titan/"}
+    for folder in folders:
+        for path in (ROOT / folder).iterdir():
+            name = f"{folder}{path.name}{'/' if path.is_dir() else ''}"
+            assert path.name in ("__init__.py", "__pycache__") or name in entries, f"{name} isn't in the README's tree"
+    assert {path.name for path in ROOT.glob("*.py")} <= set(entries)
+
+
+# --- links, tests and settings that pages name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, heading = target.partition("#")
+        assert not re.match(r"\w+:", path), f"{target}: an external link can't be checked"
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE)
+            assert heading in [re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings], target
+
+
+def test_readme_links_every_page() -> None:
+    text = README.read_text()
+    assert [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_that_are_named_exist(page: Path) -> None:
+    for path, function in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
+        assert re.search(rf"^def {function}\(" if function else "", (ROOT / path).read_text(), re.MULTILINE), function
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_that_are_named_exist(page: Path) -> None:
+    known = {*all_settings(), *NOT_BUILT, *(row.old for row in RENAMES)}
+    sections = {key.partition(".")[0] for key in known}
+    for key in re.findall(r"`(?:--)?([a-z_0-9]+\.[a-z_0-9.-]+)", page.read_text()):
+        key = key.replace("-", "_")
+        if key.partition(".")[0] in sections and not key.endswith((".py", ".jsonl", ".")):
+            assert key in known or re.sub(r"\.no_", ".", key) in known, key
+
+
+@pytest.mark.parametrize("page", [*PAGES, *CONFIGS], ids=lambda page: page.name)
+def test_no_figure_is_missing(page: Path) -> None:
+    assert re.findall(r"<FIGURE[^>]*>", page.read_text()) == []
+
+
+# --- tables that repeat what the code says
+
+
+def rows_of(page: Path, heading: str) -> list[list[str]]:
+    """The cells of the table whose head line begins with `heading`."""
+    lines = page.read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(f"| {heading} |"))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def quoted(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_what_is_refused_is_listed_and_refused() -> None:
+    """A feature that lands has to leave the README's list, a new refusal has to enter it."""
+    listed = {key for row in rows_of(README, "Not built yet") for key in quoted(row[1])}
+    assert listed == {key for key, missing in NOT_BUILT.items() if missing.harmless} | {
+        key for key, _ in NOT_BUILT_CHOICES
+    }
+
+
+def test_model_table() -> None:
+    rows = rows_of(ROOT / "docs" / "models.md", "`model.name`")
+    shown = set()
+    for names, flavor, parameters, context in rows:
+        for name in names.split(", "):
+            family = model_families()[name]
+            sizes = family.flavors[flavor]
+            with torch.device("meta"):
+                count = sum(parameter.numel() for parameter in family.build(sizes).parameters())
+            assert (f"{count:,}", f"{sizes.max_seq_len:,}") == (parameters, context), (name, flavor)
+            shown.add((name, flavor))
+    assert shown == {(name, flavor) for name in ("llama2", "llama3") for flavor in model_families()[name].flavors}
+
+
+def test_older_names_table() -> None:
+    for old, new in rows_of(ROOT / "docs" / "config.md", "Older"):
+        row = find_rename(quoted(old)[0])
+        assert row is not None and row.new == quoted(new)[0]
+
+
+def test_metrics_table() -> None:
+    keys = [quoted(row[1])[0] for row in rows_of(ROOT / "docs" / "metrics.md", "In the line") if quoted(row[1])]
+    assert sorted(keys) == sorted(["step", *(field.name for field in dataclasses.fields(WindowMetrics))])
+
+
+def test_learning_rate_table() -> None:
+    rows = rows_of(ROOT / "docs" / "numerics.md", "warmup_steps")
+    assert len(rows) == 5
+    for warmup, ratio, kind, least, factors in rows:
+        settings = LRScheduler(
+            warmup_steps=int(warmup),
+            decay_ratio=None if ratio == "unset" else float(ratio),
+            decay_type=kind,  # type: ignore[arg-type]
+            min_lr_factor=float(least),
+        )
+        expected = [float(factor) for factor in factors.split()]
+        assert [lr_factor(settings, step, 10) for step in range(1, 11)] == pytest.approx(expected, abs=1e-6)
+
+
+def test_defaults_that_are_named() -> None:
+    for key, default, _ in rows_of(ROOT / "docs" / "checkpoints.md", "Setting"):
+        value = all_settings()[quoted(key)[0]].default
+        assert default == (str(value).lower() if isinstance(value, bool) else str(value)), key
+
+
+# --- train_configs/
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8, 64])
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_config_files_fit_any_number_of_ranks(path: Path, world_size: int) -> None:
+    batch = ["--training.global_batch_size=-1"] if path.name == "debug.toml" else []  # it has 16 windows a step
+    assert load_and_check([f"--job.config_file={path}", *batch], world_size).warnings == []
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_config_files_give_each_setting_that_comments_name(path: Path) -> None:
+    """A setting that is commented out is one, in its section: without its # the file still loads."""
+    text = re.sub(r"^# (\w+ = )", r"\1", path.read_text(), flags=re.MULTILINE)
+    for section, values in tomllib.loads(text).items():
+        for name in values:
+            assert f"{section}.{name}" in all_settings(), name
+    assert load_config([f"--job.config_file={path}"]).config.model.name in model_families()
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if path.name.startswith("llama")], ids=lambda path: path.name
+)
+def test_config_files_say_how_large_a_checkpoint_is(path: Path) -> None:
+    model = load_config([f"--job.config_file={path}"]).config.model
+    family = model_families()[model.name]
+    with torch.device("meta"):
+        size = 12 * sum(p.numel() for p in family.build(family.flavors[model.flavor]).parameters())
+    shown = f"{size / 1e12:.1f} TB" if size > 1e12 else f"{size / 1e9:.0f} GB"
+    assert f"12 bytes per parameter: {shown} each" in path.read_text()

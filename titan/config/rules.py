@@ -1,0 +1,53 @@
+"""What a rule that spans fields is, and how rules word what would be legal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from titan.config.job_config import JobConfig
+
+Mistakes = Iterator[str]
+
+_MOST_LISTED = 10
+
+
+class Rule(NamedTuple):
+    """One rule that spans fields.
+
+    Attributes:
+        find: yields a text per mistake, for (config, world size).
+        reads: keys whose values it needs; it is left out when one of them is reported already.
+        spoils: keys that later rules can't rely on once this one found a mistake.
+    """
+
+    find: Callable[[JobConfig, int], Mistakes]
+    reads: tuple[str, ...]
+    spoils: tuple[str, ...] = ()
+
+
+def listed(names: Iterable[object]) -> str:
+    """`1, 2 or 4`."""
+    texts = [str(name) for name in names]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
+
+
+def listed_near(numbers: Iterable[int], wanted: int) -> str:
+    """Numbers as `listed`; of many, only the ones next to what was wanted."""
+    ordered = sorted(numbers)
+    if len(ordered) <= _MOST_LISTED:
+        return listed(ordered)
+    below, above = [n for n in ordered if n <= wanted][-1:], [n for n in ordered if n > wanted][:1]
+    return f"{listed([*below, *above])} (nearest of {len(ordered)})"
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number of at least 1, in order."""
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def nearest_multiples(number: int, unit: int, most: int | None = None) -> list[int]:
+    """The multiples of `unit` next to a number that isn't one, from `unit` to `most`."""
+    below = (number if most is None else min(number, most)) // unit * unit
+    return [multiple for multiple in (below, below + unit) if multiple and (most is None or multiple <= most)]

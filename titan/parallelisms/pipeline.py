@@ -1,0 +1,167 @@
+"""Pipeline parallelism: a model cut into stages, run by torch's schedules.
+
+Schedules: GPipe (arXiv 1811.06965), 1F1B (arXiv 1806.03377), interleaved 1F1B (arXiv 2104.04473), breadth-first
+(arXiv 2211.05953), zero bubble and ZB-V (arXiv 2401.10241), DualPipe-V (arXiv 2412.19437). What each asks of a layout
+is in schedules.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+
+from titan.config.job_config import JobConfig, Parallelism
+from titan.models.spec import Sizes, Stages
+from titan.parallelisms.parallel_dims import ParallelDims
+from titan.parallelisms.schedules import SCHEDULES, split, stages_of_rank
+from titan.parallelisms.vocabulary import rows_of_rank
+
+LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits, labels) → scalar
+
+
+def cut(model: nn.Module, kept: Sequence[str]) -> nn.Module:
+    """A copy of a model on meta with only some of its modules; the names of what is left don't change.
+
+    Args:
+        kept: names such as "tok_embeddings" or "layers.3". Top-level modules that hold no weights are always kept.
+    """
+    part = copy.deepcopy(model)
+    for name, child in list(part.named_children()):
+        if isinstance(child, nn.ModuleDict):
+            for key in list(child):
+                if f"{name}.{key}" not in kept:
+                    del child[key]
+        elif name not in kept and next(child.parameters(), None) is not None:
+            setattr(part, name, None)
+    return part
+
+
+class Pipeline:
+    """This rank's stages of a model and the schedule that runs them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Stages,
+        sizes: Sizes,
+        dims: ParallelDims,
+        config: JobConfig,
+        *,
+        device: torch.device,
+        parallelize: Callable[[nn.Module], None],
+    ) -> None:
+        """
+        Args:
+            model: the whole model, on meta; it is copied, not changed.
+            modules: how it may be cut.
+            parallelize: spreads a stage over the ranks of the other dimensions, in place.
+        """
+        settings = config.parallelism
+        names = split(settings, modules)
+        last = len(names) - 1
+        v_shaped = SCHEDULES[settings.pipeline_parallel_schedule].v_shaped
+        numbers = stages_of_rank(dims.world.get_local_rank("pp"), dims.pp, len(names), v_shaped)
+        tokens, stream, logits = _microbatch_shapes(sizes, dims, config)
+        self.parts: list[nn.Module] = []
+        stages = []
+        for number in numbers:
+            part = cut(model, names[number])
+            parallelize(part)
+            self.parts.append(part)
+            stages.append(
+                PipelineStage(
+                    part,
+                    number,
+                    len(names),
+                    device,
+                    # With shapes given, torch needn't run a batch to find them.
+                    input_args=tokens if number == 0 else stream,
+                    output_args=logits if number == last else stream,
+                    group=dims.world.get_group("pp"),
+                )
+            )
+        self._first, self._last = 0 in numbers, last in numbers
+        self._loss_fn: LossFunction | None = None  # of the batch under way
+        microbatches = config.training.local_batch_size // settings.pipeline_parallel_microbatch_size
+        self._schedule = _build_schedule(settings, stages, microbatches, self._loss)
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        assert self._loss_fn is not None
+        return self._loss_fn(logits, labels)
+
+    def forward_backward(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        positions: torch.Tensor | None,
+        loss_fn: LossFunction,
+        last: bool,
+    ) -> torch.Tensor:
+        """Add the gradients of the loss over a batch `[B, S]`, which is run in microbatches, and sum them over ranks.
+
+        Args:
+            positions: of the tokens, `[B, S]`.
+            last: whether the optimizer's step comes next; a schedule reduces its gradients in any case.
+
+        Returns:
+            The sum of the microbatches' losses where the last stage is, zero on the other ranks.
+        """
+        self._loss_fn = loss_fn
+        losses: list[torch.Tensor] = []
+        inputs = (tokens,) if self._first else ()
+        self._schedule.step(
+            *inputs,
+            positions=positions,
+            target=labels if self._last else None,
+            losses=losses if self._last else None,
+            return_outputs=False,
+        )
+        if not losses:
+            return torch.zeros((), device=tokens.device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def _microbatch_shapes(
+    sizes: Sizes, dims: ParallelDims, config: JobConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, stream and logits of a microbatch as one rank has them, on meta."""
+    settings = config.parallelism
+    rows, seq_len = settings.pipeline_parallel_microbatch_size, config.training.seq_len // dims.cp
+    stream_len, vocabulary = seq_len, sizes.vocab_size
+    if dims.tp > 1 and settings.enable_sequence_parallel:
+        stream_len //= dims.tp
+    if dims.tp > 1 and not settings.disable_loss_parallel:
+        vocabulary = len(rows_of_rank(sizes.vocab_size, dims.tp, dims.world.get_local_rank("tp")))
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    return (
+        torch.empty(rows, seq_len, dtype=torch.int64, device="meta"),
+        torch.empty(rows, stream_len, sizes.dim, dtype=dtype, device="meta", requires_grad=True),
+        torch.empty(rows, seq_len, vocabulary, dtype=dtype, device="meta", requires_grad=True),
+    )
+
+
+def _build_schedule(
+    settings: Parallelism,
+    stages: list[PipelineStage],
+    microbatches: int,
+    loss: LossFunction,
+) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    # scale_grads: the loss is divided by the global number of tokens already.
+    if settings.pipeline_parallel_schedule_csv is not None:
+        schedule = _PipelineScheduleRuntime(stages, microbatches, loss_fn=loss, scale_grads=False)
+        schedule._load_csv(settings.pipeline_parallel_schedule_csv)
+        return schedule
+    kind = get_schedule_class(settings.pipeline_parallel_schedule)
+    if issubclass(kind, PipelineScheduleSingle):
+        return kind(stages[0], microbatches, loss_fn=loss, scale_grads=False)
+    return kind(stages, microbatches, loss_fn=loss, scale_grads=False)

@@ -1,0 +1,143 @@
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053) with sequence parallelism (arXiv 2205.05198), by DTensor.
+
+A family gives a plan: which role each of its modules plays. Roles become placements here:
+
+    x [B, S/tp, D] ──gather──▶ column products ──▶ row product ──reduce-scatter──▶ [B, S/tp, D]
+                    [B, S, D]       heads, or the feed-forward's width, split
+
+Without sequence parallelism the stream is whole on every rank: nothing to gather, an all-reduce after the row product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from titan.parallelisms.vocabulary import rows_of_rank
+
+
+class Role(Enum):
+    """What a module does with the residual stream."""
+
+    EMBEDDING = auto()  # tokens → stream; its rows, the vocabulary, are split
+    NORM = auto()  # stream → stream, token by token; its weights are whole on every rank
+    BLOCK = auto()  # takes the stream as its first argument and needs whole sequences of it
+    COLUMN = auto()  # a linear within a block whose outputs are split
+    ROW = auto()  # a linear within a block whose inputs are split; gives back the stream
+    HEAD = auto()  # stream → logits; the vocabulary is split
+
+
+def apply_tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Role], *, sequence_parallel: bool, loss_parallel: bool
+) -> None:
+    """Split a model's weights over the ranks of `mesh`, in place. What a pipeline stage lacks is passed over.
+
+    Args:
+        mesh: the tp dimension.
+        plan: role by module name; `*` stands for a layer's number.
+        sequence_parallel: split the stream over the sequence between blocks, `[B, S/tp, D]`.
+        loss_parallel: leave logits split over the vocabulary, `[B, S, V/tp]`, rather than gather them.
+    """
+    stream: Placement = Shard(1) if sequence_parallel else Replicate()
+    styles: dict[Role, ParallelStyle] = {
+        Role.EMBEDDING: _VocabularyEmbedding(stream),
+        Role.NORM: SequenceParallel(use_local_output=True) if sequence_parallel else _ReplicatedNorm(),
+        Role.BLOCK: _WholeSequences(stream),
+        Role.COLUMN: ColwiseParallel(),
+        Role.ROW: RowwiseParallel(output_layouts=stream),
+        Role.HEAD: ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1) if loss_parallel else Replicate()),
+    }
+    for pattern, role in plan.items():
+        for module in _matching(model, pattern):
+            parallelize_module(module, mesh, styles[role])
+
+
+def _matching(model: nn.Module, pattern: str) -> list[nn.Module]:
+    wanted = pattern.split(".")
+    return [
+        module
+        for name, module in model.named_modules()
+        if len(parts := name.split(".")) == len(wanted)
+        and all(want in ("*", part) for want, part in zip(wanted, parts, strict=True))
+    ]
+
+
+class _WholeSequences(ParallelStyle):
+    """Gathers the stream once for all column products of a block, and sums their gradients before scattering them."""
+
+    def __init__(self, stream: Placement) -> None:
+        self._stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            x = DTensor.from_local(args[0], device_mesh, [self._stream], run_check=False)
+            return x.redistribute(placements=[Replicate()]), *args[1:]
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+
+class _ReplicatedNorm(ParallelStyle):
+    """A norm over a whole stream: the same on every rank, gradients of its weights included.
+
+    Its weights become DTensors all the same: then all of a model's weights lie on one mesh, which optimizers with
+    foreach or fused kernels ask for.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def to_dtensor(_: nn.Module, args: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> DTensor:
+            return DTensor.from_local(args[0], mesh, [Replicate()], run_check=False)
+
+        def to_local(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+            return output.to_local()
+
+        # torch annotates these as returning nothing, but uses what they return.
+        return distribute_module(module, device_mesh, None, to_dtensor, to_local)  # type: ignore[arg-type]
+
+
+class _VocabularyEmbedding(ParallelStyle):
+    """Each rank looks up the tokens whose rows it holds; the others' are zero, and the sum over ranks is the stream.
+
+    Not DTensor's own embedding, whose backward makes a gradient of the whole vocabulary on every rank.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        self._stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
+        weight = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(weight))
+        module.forward = partial(self._look_up, module, device_mesh)  # type: ignore[method-assign]
+        return module
+
+    def _look_up(self, module: nn.Embedding, mesh: DeviceMesh, tokens: torch.Tensor) -> torch.Tensor:
+        assert isinstance(module.weight, DTensor)
+        rows = rows_of_rank(module.num_embeddings, mesh.size(), mesh.get_local_rank())
+        mine = (tokens >= rows.start) & (tokens < rows.stop)
+        found = F.embedding((tokens - rows.start).where(mine, 0), module.weight.to_local())
+        summands = DTensor.from_local(found * mine.unsqueeze(-1), mesh, [Partial()], run_check=False)
+        # A copy, because FSDP puts hooks on what a module returns and a view could lose them.
+        return summands.redistribute(placements=[self._stream]).to_local().clone()
