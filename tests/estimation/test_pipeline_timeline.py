@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from titan.config.errors import UserError
-from titan.estimation.pipeline_timeline import Costs, Timeline, named_schedule, timeline
+from titan.estimation.pipeline_timeline import Costs, Timeline, named_schedule, simulate, timeline
 from titan.parallelisms.schedule_csv import Schedule
 from titan.parallelisms.schedules import SCHEDULES, stages_of_rank
 
@@ -95,6 +95,7 @@ def test_work_is_complete_and_in_order(name: str, p: int, m: int, v: int) -> Non
     assert (found.ranks, found.stages, found.microbatches) == (p, p * v, m)
     check_work(found)
     check_order(found)
+    check_peaks(found)
     for rank in range(p):
         assert found.stages_of_rank(rank) == sorted(stages_of_rank(rank, p, p * v, SCHEDULES[name].v_shaped))
     assert sum(slot.end - slot.start for slot in found.slots) == 3 * m * p  # the same, however the model is cut
@@ -124,6 +125,16 @@ def check_order(found: Timeline) -> None:
         ready = [ends[key] for key in inputs if key in ends]
         assert slot.start == max([free[slot.rank], *ready])
         free[slot.rank] = slot.end
+
+
+def check_peaks(found: Timeline) -> None:
+    """In flight is what began its forward and hasn't ended its last backward; the most is reached at some beginning."""
+    begins = {(slot.stage, slot.microbatch): slot.start for slot in found.slots if slot.kind == "F"}
+    ends = {(slot.stage, slot.microbatch): slot.end for slot in found.slots if slot.kind in "BW"}
+    for rank, peak in enumerate(found.peak_in_flight):
+        kept = [(begins[key], ends[key]) for key in begins if key[0] in found.stages_of_rank(rank)]
+        most = max(sum(begin <= time < end for begin, end in kept) for time, _ in kept)
+        assert peak == Fraction(most, len(found.stages_of_rank(rank)))
 
 
 class RecordingStage:
@@ -239,6 +250,12 @@ def test_wrong_files(text: str | None, expected: str, tmp_path: Path) -> None:
         timeline("", 2, 1, csv=path)
     assert str(caught.value).startswith(f"schedule file {path}: ")
     assert expected in str(caught.value)
+
+
+def test_schedule_that_waits_forever_is_refused() -> None:
+    forward, backward = named_schedule("GPipe", 1, 1).ranks[0]
+    with pytest.raises(ValueError, match="waits forever"):
+        simulate(Schedule([[backward, forward]]))
 
 
 @pytest.mark.parametrize("wrong", [0, -1, float("nan"), float("inf")])

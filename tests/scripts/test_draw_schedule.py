@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
 
 ONE_F_ONE_B = """\
-        0              5              10             15
+        0              5              10
 rank 0  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3---
 rank 1  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .
 
@@ -26,7 +26,7 @@ F forward, B backward; the microbatch after it; . idle
 """
 
 ZERO_BUBBLE = """\
-        0       1       2       3       4       5
+        0       1       2       3       4
 rank 0  0F0 .   .   3F0 3I0 3W0 .   .   0I0 0W0
 rank 1  .   1F0 2F0 .   .   2I0 2W0 1I0 1W0 .
 """

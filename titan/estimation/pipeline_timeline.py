@@ -119,7 +119,7 @@ class Timeline:
         Activations of a microbatch in a stage count from the start of the forward to the end of the backward, or of its
         last half. That is an upper bound where backwards are split, since the first half frees some of them.
         """
-        changes = {"F": 1, "I": 0, "B": -1, "W": -1}
+        changes = {"F": 1, "I": -1, "B": -1, "W": 0}
         return max(accumulate(changes[slot.kind] for slot in self.of_rank(rank))) / self.stages_per_rank
 
 
@@ -182,7 +182,13 @@ def schedule_of_file(path: Path) -> Schedule:
 
 
 def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS) -> Timeline:
-    """Run a schedule without faults: each action starts when its rank is free and its inputs are there."""
+    """Run a schedule against the clock: each action starts when its rank is free and its inputs are there.
+
+    Raises:
+        ValueError: something is missing in it, or it would wait forever.
+    """
+    if fault := find_fault(schedule):
+        raise ValueError(f"the schedule can't run: {fault}")
     stages = schedule.stages
     durations = costs.of_stage(Fraction(stages, len(schedule.ranks)))
     ends: dict[
