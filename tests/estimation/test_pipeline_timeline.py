@@ -132,9 +132,10 @@ def check_peaks(found: Timeline) -> None:
     begins = {(slot.stage, slot.microbatch): slot.start for slot in found.slots if slot.kind == "F"}
     ends = {(slot.stage, slot.microbatch): slot.end for slot in found.slots if slot.kind in "BW"}
     for rank, peak in enumerate(found.peak_in_flight):
-        kept = [(begins[key], ends[key]) for key in begins if key[0] in found.stages_of_rank(rank)]
+        stages = found.stages_of_rank(rank)
+        kept = [(begins[key], ends[key]) for key in begins if key[0] in stages]
         most = max(sum(begin <= time < end for begin, end in kept) for time, _ in kept)
-        assert peak == Fraction(most, len(found.stages_of_rank(rank)))
+        assert peak == Fraction(most, len(stages))
 
 
 class RecordingStage:

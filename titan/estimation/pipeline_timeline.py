@@ -119,7 +119,7 @@ class Timeline:
         Activations of a microbatch in a stage count from the start of the forward to the end of the backward, or of its
         last half. That is an upper bound where backwards are split, since the first half frees some of them.
         """
-        changes = {"F": 1, "I": -1, "B": -1, "W": 0}
+        changes = {"F": 1, "I": 0, "B": -1, "W": -1}
         return max(accumulate(changes[slot.kind] for slot in self.of_rank(rank))) / self.stages_per_rank
 
 
