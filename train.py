@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from titan.config.startup import config_from_command_line
+from titan.config.startup import config_from_command_line, save_config
 
 if TYPE_CHECKING:
     from titan.config.loader import LoadedConfig
@@ -139,15 +139,20 @@ def train(loaded: LoadedConfig) -> None:
     else:
         step, tokens_seen = state["step"], state["tokens_seen"]
         loader.load_state_dict(state["data"])
+    save_config(loaded)  # as config.toml in the dump folder
 
     # 5. The loop.
     steps = resolved_steps(job, global_batch)
+    if step >= steps:
+        length = "training.steps" if job.training.total_tokens is None else "training.total_tokens"
+        advice = f"raise {length}, or choose another job.dump_folder"
+        logger.info(f"step {step} of {steps}: nothing is left to do; {advice}")
     schedule_steps = job.lr_scheduler.total_steps or steps
     precision = job.training.mixed_precision_param
     measured = measure_peak_flops(device, getattr(torch, precision)) if job.metrics.measure_peak_flops else None
     metrics = MetricsLogger(
         job.metrics,
-        dump_folder,
+        None if job.checkpoint.load_only else dump_folder,
         device=device,
         rank=rank,
         world_size=world_size,

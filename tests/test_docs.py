@@ -5,37 +5,47 @@ How a page is written, so that it can be checked:
   A command without a rule is a failure.
 - ```text exact after it: each line is in the output, in this order; … stands for anything.
 - ```text shape after it: the same, with numbers and white space left out of the comparison.
+- ```text matrix: rows of the table of deviations; each is a layout that the matrix has, within its bounds.
 - A block with a file's name, as in ```python my_gpt.py, is that file for the commands below it. Other python blocks are
   scripts. ```text tree is compared with the folders.
 
-A page runs from top to bottom in a folder of its own that looks like titan's.
+A page runs from top to bottom in a folder of its own that looks like titan's. A script runs in a process of its own,
+forked from one that has imported torch already: most of its time would go into that.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import multiprocessing as mp
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from scripts import draw_schedule
+from tests.distributed.test_matrix import ALONE, COMPOSED, PAIRS
 from titan.config.errors import UserError
 from titan.config.fields import all_settings
 from titan.config.job_config import LRScheduler
 from titan.config.legacy import RENAMES, find_rename
 from titan.config.loader import LoadedConfig, load_and_check, load_config
 from titan.config.not_built import NOT_BUILT, NOT_BUILT_CHOICES
+from titan.estimation.pipeline_timeline import timeline
 from titan.models.spec import model_families
 from titan.observability.metric_writers import WindowMetrics
+from titan.parallelisms.schedules import SCHEDULES
 from titan.training.lr_schedule import lr_factor
 from train import check
 
@@ -82,22 +92,49 @@ class Session:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.output = ""
-        for name in ("train.py", "train_configs", "Makefile"):
+        for name in ("train.py", "train_configs", "scripts", "Makefile"):
             (folder / name).symlink_to(ROOT / name)
 
     def write(self, name: str, text: str) -> None:
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (self.folder / name).write_text(text)
 
-    def run(self, command: list[str], variables: dict[str, str] | None = None, status: int = 0) -> None:
+    def variables(self) -> dict[str, str]:
+        """What a command finds in its environment."""
         own = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
         own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-        own |= {"PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}"} | (variables or {})
+        return own | {"PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}"}
+
+    def run(self, command: list[str]) -> None:
+        """Any program."""
         done = subprocess.run(
-            command, cwd=self.folder, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+            command,
+            cwd=self.folder,
+            env=self.variables(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
         )
         self.output = done.stdout
-        assert done.returncode == status, f"{shlex.join(command)} gave {done.returncode}:\n{done.stdout[-3000:]}"
+        assert done.returncode == 0, f"{shlex.join(command)} gave {done.returncode}:\n{done.stdout[-3000:]}"
+
+    def script(self, arguments: list[str], variables: dict[str, str] | None = None, status: int = 0) -> None:
+        """`python ARGUMENTS`, in a fork of a process that has imported torch; FILE … or -c TEXT."""
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(
+            ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.tensorboard"]
+        )
+        log = self.folder / ".output"
+        process = context.Process(
+            target=run_script, args=(self.folder, arguments, self.variables() | (variables or {}), log)
+        )
+        process.start()
+        process.join(timeout=120)
+        process.kill()
+        process.join()
+        self.output = log.read_text()
+        assert process.exitcode == status, f"{shlex.join(arguments)} gave {process.exitcode}:\n{self.output[-3000:]}"
 
     def check(self, arguments: list[str], world_size: int) -> None:
         """`train.py --job.check_only`, in this process: most of its time would go into importing torch."""
@@ -117,27 +154,61 @@ class Session:
             return load_and_check(arguments, world_size)
 
 
-def train(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:
+def run_script(folder: Path, arguments: list[str], variables: dict[str, str], log: Path) -> None:
+    """What `python ARGUMENTS` does, in this process, with all that it prints in a file."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(output, stream.fileno())
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    sys.path[:0] = [str(ROOT), str(folder)]
+    if arguments[0] == "-c":
+        sys.argv = ["-c"]
+        exec(compile(arguments[1], "block", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def python(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:
+    """`python FILE …` and `python -m pytest FILE`: by the rule for the file."""
+    match words[1:]:
+        case ["train.py", *arguments]:
+            train(session, variables, arguments, asked)
+        case ["scripts/draw_schedule.py", *arguments]:
+            with redirect_stdout(io.StringIO()) as output, pytest.MonkeyPatch.context() as patch:
+                patch.chdir(session.folder)
+                draw_schedule.main(arguments)
+            session.output = output.getvalue()
+        case ["-m", "pytest", path]:  # the tests run by themselves
+            assert (ROOT / path).is_file()
+        case _:
+            pytest.fail(f"no rule says how to check {shlex.join(words)}")
+
+
+def train(session: Session, variables: dict[str, str], arguments: list[str], asked: str) -> None:
     """`python train.py …`: run as it is when it trains nothing or has mistakes, else with small steps."""
-    assert words[:2] in (["python", "train.py"], ["python3", "train.py"])
-    arguments = words[2:]
     if "--help" in arguments:
-        session.run([sys.executable, "train.py", "--help"])
+        session.script(["train.py", "--help"])
         return
     world_size = int(variables.get("WORLD_SIZE", "1"))
     try:
         job = session.load(arguments, world_size).config.job
     except UserError:
-        assert asked == "text exact", f"{shlex.join(words)} has mistakes, and the page doesn't show them"
-        session.run([sys.executable, "train.py", *arguments], variables, status=2)
+        assert asked == "text exact", f"{shlex.join(arguments)} has mistakes, and the page doesn't show them"
+        session.script(["train.py", *arguments], variables, status=2)
         return
     if job.check_only:
         session.check(arguments, world_size)
     elif job.print_config:
-        session.run([sys.executable, "train.py", *arguments], variables)
+        session.script(["train.py", *arguments], variables)
     else:
         assert not variables
-        run_small(session, [sys.executable, "train.py"], arguments, 1)
+        if (small := small_run(session, arguments, 1)) is not None:
+            session.script(["train.py", *small])
 
 
 def launch(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:
@@ -153,20 +224,25 @@ def launch(session: Session, variables: dict[str, str], words: list[str], asked:
     if nodes > 1:
         assert options["rdzv_backend"] == "c10d" and options["rdzv_endpoint"]
     launcher = [sys.executable, "-m", "torch.distributed.run", *words[1 : script + 1]]
-    run_small(session, launcher, words[script + 1 :], nodes * processes)
+    if (small := small_run(session, words[script + 1 :], nodes * processes)) is not None:
+        session.run([*launcher, *small])
 
 
-def run_small(session: Session, command: list[str], arguments: list[str], world_size: int) -> None:
-    """Train for two steps of short windows, when model, data and world are small."""
+def small_run(session: Session, arguments: list[str], world_size: int) -> list[str] | None:
+    """Arguments for two steps of short windows; None when model, data or world aren't small."""
     config = session.load(arguments, world_size).config
-    family = model_families()[config.model.name]
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in family.build(family.flavors[config.model.flavor]).parameters())
     streamed = config.training.dataset == "c4" or "/" in config.training.dataset
-    if parameters > _SMALL or world_size > 2 or streamed:
-        return
+    if count_parameters(config.model.name, config.model.flavor) > _SMALL or world_size > 2 or streamed:
+        return None
     steps = [] if config.training.steps < 5 else ["--training.steps=2"]
-    session.run([*command, *arguments, *steps, "--training.seq_len=64", "--metrics.log_freq=1"])
+    return [*arguments, *steps, "--training.seq_len=64", "--metrics.log_freq=1"]
+
+
+@cache
+def count_parameters(name: str, flavor: str) -> int:
+    family = model_families()[name]
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in family.build(family.flavors[flavor]).parameters())
 
 
 def make(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:
@@ -200,8 +276,8 @@ def tensorboard(session: Session, variables: dict[str, str], words: list[str], a
 
 Rule = Callable[[Session, dict[str, str], list[str], str], None]
 RULES: dict[str, Rule] = {
-    "python": train,
-    "python3": train,
+    "python": python,
+    "python3": python,
     "torchrun": launch,
     "make": make,
     "pip": install,
@@ -258,17 +334,29 @@ def test_page(page: Path, tmp_path: Path) -> None:
                 assert_shown(block.text, session.output, shape)
             case "text", "tree":
                 check_tree(block.text)
+            case "text", "matrix":
+                check_matrix(block.text)
             case "text", "":
                 pass
             case "python", "":
-                session.run([sys.executable, "-c", block.text])
-            case "python" | "json", _:
+                session.script(["-c", block.text])
+            case "python" | "json" | "csv", _:
                 session.write(block.name, block.text)
             case "toml", name:
                 session.write(name or "block.toml", block.text)
                 session.load([f"--job.config_file={name or 'block.toml'}"], 8)
             case language, name:
                 pytest.fail(f"line {block.line}: no rule says how to check a block of {language} {name}")
+
+
+def check_matrix(text: str) -> None:
+    """Rows as tests/distributed/conftest.py prints them; … for those left out."""
+    layouts = {str(layout): layout.ranks for layout in [*ALONE, *PAIRS, *COMPOSED]}
+    head, *rows = [line.split() for line in text.splitlines() if line.strip() != "…"]
+    assert head == ["layout", "ranks", "loss", "norm", "weights"]
+    for name, ranks, *numbers in rows:
+        assert layouts.get(name) == int(ranks), name
+        assert all(float(number) < bound for number, bound in zip(numbers, (1e-5, 1e-5, 1e-6), strict=True)), name
 
 
 # --- the house
@@ -372,10 +460,8 @@ def test_model_table() -> None:
     shown = set()
     for names, flavor, parameters, context in rows:
         for name in names.split(", "):
-            family = model_families()[name]
-            sizes = family.flavors[flavor]
-            with torch.device("meta"):
-                count = sum(parameter.numel() for parameter in family.build(sizes).parameters())
+            sizes = model_families()[name].flavors[flavor]
+            count = count_parameters(name, flavor)
             assert (f"{count:,}", f"{sizes.max_seq_len:,}") == (parameters, context), (name, flavor)
             shown.add((name, flavor))
     assert shown == {(name, flavor) for name in ("llama2", "llama3") for flavor in model_families()[name].flavors}
@@ -412,6 +498,32 @@ def test_defaults_that_are_named() -> None:
         assert default == (str(value).lower() if isinstance(value, bool) else str(value)), key
 
 
+def formula(text: str, **values: int) -> Fraction:
+    """The value of a formula as pages write it."""
+    code = quoted(text)[0].replace("−", "-").replace("·", "*")
+    assert re.fullmatch(r"[-+*/() \dpmvr]+", code), code
+    code = re.sub(r"\d+", r"Fraction(\g<0>)", code)
+    return Fraction(eval(code, {"Fraction": Fraction, **{name: Fraction(value) for name, value in values.items()}}))
+
+
+def test_schedule_table() -> None:
+    """Every schedule, with what torch asks of a layout, and with the bubble and the activations of its timeline."""
+    rows = rows_of(ROOT / "docs" / "parallelisms.md", "Schedule")
+    assert [quoted(row[0])[0] for row in rows] == list(SCHEDULES)
+    p, m = 4, 16
+    for name, stages, microbatches, bubble, kept, _ in rows:
+        kind = SCHEDULES[quoted(name)[0]]
+        assert stages == (f"any; {kind.stages_per_rank} by default" if kind.looped else str(kind.stages_per_rank))
+        least = p * kind.stages_per_rank if kind.fills else 1
+        wanted = {"any": (False, 1), "`p` or more": (False, p), "`2·p` or more": (False, 2 * p)}
+        wanted |= {"a multiple of `max(1, m // p)`": (True, 1)}
+        assert wanted[microbatches] == (kind.rounds, least), name
+        v = kind.stages_per_rank
+        found = timeline(quoted(name)[0], p, m, v)
+        assert found.bubble == formula(bubble, p=p, m=m, v=v), name
+        assert found.peak_in_flight == [formula(kept, p=p, m=m, v=v, r=rank) for rank in range(p)], name
+
+
 # --- train_configs/
 
 
@@ -419,7 +531,10 @@ def test_defaults_that_are_named() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_config_files_fit_any_number_of_ranks(path: Path, world_size: int) -> None:
     batch = ["--training.global_batch_size=-1"] if path.name == "debug.toml" else []  # it has 16 windows a step
-    assert load_and_check([f"--job.config_file={path}", *batch], world_size).warnings == []
+    warnings = load_and_check([f"--job.config_file={path}", *batch], world_size).warnings
+    # Tokenizers can't be shipped: a file's comment says which one to set, and so does the only warning.
+    assert all("set model.tokenizer_path" in warning for warning in warnings)
+    assert len(warnings) == (0 if path.name == "debug.toml" else 1)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -437,8 +552,6 @@ def test_config_files_give_each_setting_that_comments_name(path: Path) -> None:
 )
 def test_config_files_say_how_large_a_checkpoint_is(path: Path) -> None:
     model = load_config([f"--job.config_file={path}"]).config.model
-    family = model_families()[model.name]
-    with torch.device("meta"):
-        size = 12 * sum(p.numel() for p in family.build(family.flavors[model.flavor]).parameters())
+    size = 12 * count_parameters(model.name, model.flavor)
     shown = f"{size / 1e12:.1f} TB" if size > 1e12 else f"{size / 1e9:.0f} GB"
     assert f"12 bytes per parameter: {shown} each" in path.read_text()

@@ -18,6 +18,7 @@ import pytest
 
 from tests.distributed.runs import TINY, train_here
 from tests.distributed.world import Worlds
+from titan.config.loader import load_config
 
 ROOT = Path(__file__).parents[1]
 TRAIN = [sys.executable, "train.py"]
@@ -105,6 +106,51 @@ def test_lr_resume_and_a_finished_run_can_be_extended(worlds: Worlds, tmp_path: 
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert rows[8]["lr"] == pytest.approx(8e-4 * (12 + 1 - 9) / 10)  # warm-up 2, then ten steps of decay
     assert rows[11]["tokens_seen"] == 12 * 8 * 32
+
+
+def test_a_finished_run_says_that_nothing_is_left_to_do(worlds: Worlds, tmp_path: Path) -> None:
+    worlds(1).run(train_here, arguments(tmp_path, 4, steps=4))
+    tokens = [f"--training.total_tokens={4 * 8 * 32}"]
+    for extra, length in (([], "training.steps"), (tokens, "training.total_tokens")):
+        result = run([*TRAIN, *arguments(tmp_path, 4, steps=4), *extra])
+        assert result.returncode == 0, result.stderr
+        advice = f"raise {length}, or choose another job.dump_folder"
+        assert result.stderr.count(f"step 4 of 4: nothing is left to do; {advice}\n") == 1
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_only_loads_writes_nothing(worlds: Worlds, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    worlds(1).run(train_here, arguments(folder, 4, steps=8))
+    before = contents(folder)
+    only_load = ["--checkpoint.load_only", "--checkpoint.load_step=4", "--metrics.enable_tensorboard"]
+    result = run([*TRAIN, *arguments(folder, 4, steps=6), *only_load, "--metrics.progress=lines"])
+    assert result.returncode == 0, result.stderr
+    assert "step 6/6" in result.stderr
+    assert contents(folder) == before
+    only_load.remove("--checkpoint.load_step=4")
+    result = run([*TRAIN, *arguments(tmp_path / "new", 4, steps=1), *only_load])
+    assert result.returncode == 0, result.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_dump_folder_holds_the_config_of_the_newest_start(worlds: Worlds, tmp_path: Path) -> None:
+    for steps in (2, 3):
+        worlds(2).run(train_here, arguments(tmp_path, 4, steps=steps))
+        assert f"steps = {steps}  # command line\n" in (tmp_path / "config.toml").read_text()
+    saved = load_config([f"--job.config_file={tmp_path / 'config.toml'}"]).config
+    assert saved == load_config(arguments(tmp_path, 4, steps=3)).config
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "config.toml", "metrics.jsonl"]
+
+
+def test_an_unknown_dataset_is_a_mistake_of_the_config(tmp_path: Path) -> None:
+    for mode in ([], ["--job.check_only"]):
+        result = run([*TRAIN, *arguments(tmp_path / "none", 4), "--training.dataset=pyton_stdlib", *mode])
+        assert result.returncode == 2
+        assert "training.dataset = 'pyton_stdlib'" in result.stderr and "mean python_stdlib?" in result.stderr
 
 
 def test_metrics_have_exactly_the_promised_keys(straight: list[dict[str, Any]]) -> None:

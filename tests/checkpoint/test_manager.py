@@ -189,6 +189,7 @@ def test_another_model_is_refused_by_names_and_shapes(tmp_path: Path) -> None:
         other.manager.load()
     assert "2 not in the checkpoint: model.third.weight, model.third.bias" in str(raised.value)
     assert "1 only in the checkpoint: model.scale" in str(raised.value)
+    assert str(raised.value).endswith("or start anew with another job.dump_folder.")
 
 
 def test_other_dtypes_are_cast_with_a_warning(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:

@@ -131,14 +131,6 @@ def test_cp_seqlen(load: Load, mistakes: Mistakes) -> None:
     )  # 10 tokens a rank: two chunks of 5, and 5 per tp rank
 
 
-def test_tp_async(mistakes: Mistakes) -> None:
-    flag = "--parallelism.enable_async_tensor_parallel"
-    for tp in (1, 2):
-        (mistake,) = mistakes("", flag, f"--{TP}={tp}", world_size=2)
-        assert "enable_async_tensor_parallel = true: it needs tensor_parallel_degree > 1 (it is " + f"{tp})" in mistake
-        assert "torch.compile, which isn't built yet, and GPUs with symmetric memory; leave it at false" in mistake
-
-
 def test_lr_too_long(load: Load) -> None:
     warnings = load("", "--training.steps=10", "--lr_scheduler.warmup_steps=20").warnings
     assert len(warnings) == 1 and "warmup_steps = 20" in warnings[0]

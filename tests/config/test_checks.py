@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -53,11 +55,28 @@ def test_vocabulary_of_the_flavor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(config, 1, set()) == []
 
 
-def test_data_that_is_there(load: Load) -> None:
+def test_data_that_is_there(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("texts").mkdir()
     Path("texts/a.txt").write_text("a")
-    for path in ("texts", "texts/a.txt", "texts/*.txt", "**/*.txt"):
+    monkeypatch.setenv("HOME", os.getcwd())
+    for path in ("texts", "texts/a.txt", "texts/*.txt", "**/*.txt", "texts/**", "~/texts", "~/texts/*.txt"):
         load("", "--training.dataset=text", f"--training.dataset_path={path}")
+
+
+def test_datasets_of_the_hub_are_known_by_their_form(load: Load) -> None:
+    for name in ("c4", "allenai/c4", "python_stdlib"):
+        load("", f"--training.dataset={name}")
+
+
+def test_a_dataset_is_checked_without_the_libraries_that_read_it() -> None:
+    code = (
+        "import sys; from titan.config.job_config import JobConfig; from titan.config.checks import _dataset; "
+        "config = JobConfig(); config.training.dataset = 'jsno'; print(list(_dataset(config, 1))); "
+        "print({'torch', 'datasets', 'pyarrow'} & {*sys.modules})"
+    )
+    root = Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert "Did you mean json?" in result.stdout and result.stdout.endswith("set()\n")
 
 
 class TestCustomImport:
@@ -75,6 +94,19 @@ class TestCustomImport:
             "register_model(dataclasses.replace(model_families()['llama3'], name='mine'))\n"
         )
         assert load("", "--experimental.custom_import=my_family", "--model.name=mine").config.model.name == "mine"
+
+    def test_registers_a_dataset(self, load: Load, mistakes: Mistakes, monkeypatch: pytest.MonkeyPatch) -> None:
+        from titan.data import sources
+
+        monkeypatch.setattr(sources, "_factories", dict(sources._factories))
+        Path("my_rhymes.py").write_text(
+            "from titan.data.sources import register_dataset\nregister_dataset('rhymes', lambda training: None)\n"
+        )
+        (mistake,) = mistakes("", "--training.dataset=rhymes")
+        assert "training.dataset = 'rhymes' isn't a dataset" in mistake
+        load("", "--experimental.custom_import=my_rhymes", "--training.dataset=rhymes")
+        (mistake,) = mistakes("", "--experimental.custom_import=my_rhymes", "--training.dataset=rhyme")
+        assert "Did you mean rhymes?" in mistake
 
     def test_that_fails(self, mistakes: Mistakes) -> None:
         Path("my_broken.py").write_text("1 / 0\n")
@@ -104,6 +136,15 @@ class TestCustomImport:
 def test_warnings(arguments: str, expected: str, load: Load) -> None:
     (warning,) = load("", *arguments.split(" ")).warnings
     assert expected in warning
+
+
+def test_a_tokenizer_that_is_far_too_small(load: Load) -> None:
+    model = ["--model.flavor=8B", "--training.steps=500"]
+    advice = "the tokenizer only 258 ids: set model.tokenizer_path to the model's own"
+    assert load("", *model).warnings == [f"llama3 8B has 128,256 rows, {advice}"]
+    assert load("", *model, "--model.vocab_size=517").warnings == [f"model.vocab_size has 517 rows, {advice}"]
+    assert load("", *model, "--model.vocab_size=516").warnings == []
+    assert load("", "--model.vocab_size=1000").warnings == []  # the debug model
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ NAMES = {
     "MODEL": "model.name",
     "FLAVOR": "model.flavor",
     "VOCAB": "model.vocab_size",
+    "COMPILE": "compile.enable",
 }
 PARTS_OF_2 = '[["tok_embeddings","layers.0","layers.1"],["layers.2","layers.3","layers.4","layers.5","norm","output"]]'
 SWAPPED = PARTS_OF_2.replace('"layers.0","layers.1"', '"layers.1","layers.0"')
@@ -187,6 +188,11 @@ ILLEGAL: list[tuple[int, str, list[str]]] = [
         ["8 / 4 = 2 microbatches", '"1F1B" needs at least one per stage, 4', "size 1 or 2, or training.loca"],
     ),
     (4, "PP=4 BATCH=3", ["3 / 1 = 3 microbatches", "legal: training.local_batch_size 4"]),
+    (
+        2,
+        "PP=2 SCHEDULE=ZBVZeroBubble COMPILE=true",
+        ["compile.enable = true beside", "GPipe, 1F1B, Interleaved1F1B or"],
+    ),
     (2, "PP=2 SCHEDULE=DualPipeV BATCH=3", ["3 / 1 = 3 microbatches", "at least one per stage, 4", "batch_size 4"]),
     (
         2,

@@ -12,7 +12,7 @@ import pytest
 from titan.config import startup
 from titan.config.errors import UserError
 from titan.config.loader import load_config
-from titan.config.startup import config_from_command_line, exit_on_mistake
+from titan.config.startup import config_from_command_line, exit_on_mistake, save_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,6 +90,29 @@ def test_save_config_file(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         config_from_command_line(["--job.save_config_file=file/saved.toml"])
     assert 'job.save_config_file = "file/saved.toml"' in capsys.readouterr().err
+
+
+def test_the_config_in_the_dump_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--job.dump_folder=new/run", "--training.steps=500"]
+    saved = Path("new/run/config.toml")
+    save_config(load_config([*arguments, "--checkpoint.load_only"]))
+    monkeypatch.setenv("RANK", "1")
+    save_config(load_config(arguments))
+    assert not Path("new").exists()
+    monkeypatch.delenv("RANK")
+    for description in ("first", "second"):
+        loaded = load_config([*arguments, f"--job.description={description}"])
+        save_config(loaded)
+        assert load_config([f"--job.config_file={saved}"]).config == loaded.config
+    assert "steps = 500  # command line" in saved.read_text().splitlines()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError, match=r'job\.dump_folder = "new/run": No space left on device'):
+        save_config(load_config(arguments))
+    assert load_config([f"--job.config_file={saved}"]).config == loaded.config
 
 
 def test_a_real_process_shows_no_traceback() -> None:

@@ -112,7 +112,7 @@ WRONG: list[tuple[str, list[str]]] = [
     ("extends = 'run.toml'", ["extends itself: run.toml -> run.toml"]),
     ("--job.config_file nope.toml", ["nope.toml: no such file", "looked for nope.toml, train_configs/nope.toml, "]),
     # models, data, and rules across fields
-    ("[model]\nname = 'lama3'", ['model.name = "lama3"', "llama2 or llama3", "did you mean llama3?"]),
+    ("[model]\nname = 'lama3'", ['model.name = "lama3"', "llama2", "llama3", "did you mean llama3?"]),
     ("[model]\nflavor = '8b'", ['model.flavor = "8b"', "did you mean 8B?"]),
     ("[model]\nname = 'llama2'\nflavor = '8B'", ['model.flavor = "8B"', "llama2 has no such flavor", "7B, 13B"]),
     ("[training]\nseq_len = 8193", ["training.seq_len = 8193", "use at most 8192"]),
@@ -121,6 +121,11 @@ WRONG: list[tuple[str, list[str]]] = [
     ("[training]\ndataset = 'text'", ['training.dataset = "text"', "needs training.dataset_path"]),
     ("[training]\ndataset = 'json'\ndataset_path = 'x/*.json'", ["training.dataset_path", "matches no file"]),
     ("[training]\ndataset = 'text'\ndataset_path = 'rum.toml'", ["matches no file", "did you mean run.toml?"]),
+    ("[training]\ndataset = 'jsno'", ["training.dataset = 'jsno' isn't a dataset", "Did you mean json?", "owner/name"]),
+    ("[training]\ndataset = 'jsno'\ndataset_path = 'x'", ["training.dataset = 'jsno' isn't a dataset"]),
+    ("[training]\ndataset = './run.toml'", ["training.dataset = './run.toml' is a path", "training.dataset_path"]),
+    ("[training]\ndataset = ''", ["training.dataset = '' isn't a dataset"]),
+    ("[training]\ndataset = '~nobody-here'", ["training.dataset = '~nobody-here' isn't a dataset"]),
     ("[checkpoint]\nload_step = 5", ["checkpoint.load_step = 5", "set checkpoint.enable = true"]),
     ("[experimental]\ncustom_import = 'no_such_module'", ["custom_import = no_such_module", "ModuleNotFoundError"]),
     # older names
@@ -139,8 +144,8 @@ WRONG: list[tuple[str, list[str]]] = [
     ),
     ("--parallelism.expert_parallel_degree 2", ["expert parallelism isn't built yet; leave it at 1"]),
     ("[parallelism]\nexpert_parallel_degree = true", ["expert parallelism isn't built yet"]),
-    ("[training]\ncompile = true", ["training.compile = true (today compile.enable)", "compiling isn't built yet"]),
-    ("--training.compile", ["--training.compile", "compiling isn't built yet"]),
+    ("[compile]\ncomponents = ['model', 'loss']", ["compile.components", "isn't built yet"]),
+    ("[training]\ncompile = 3", ["training.compile = 3 (today compile.enable)", "true or false"]),
     ("[activation_checkpoint]\nmode = 'selective'", ["activation checkpointing isn't built yet", 'leave it at "none"']),
     ("[model]\nconverters = ['float8']", ["float8 isn't built yet"]),
     ("[model]\nconverters = ['mx']", ['the converter "mx" isn\'t offered']),
@@ -162,6 +167,33 @@ def test_one_mistake(config: str, expected: list[str], mistakes: Mistakes) -> No
     assert len(found) == 1, found
     for text in expected:
         assert text in found[0]
+
+
+def test_near_config_files_are_those_of_train_configs_and_beside_the_path(
+    mistakes: Mistakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titan.config.toml_files.REPOSITORY", Path("repository"))
+    for name in (
+        "pyproject.toml",
+        "here.toml",
+        "train_configs/ours.toml",
+        "repository/train_configs/theirs.toml",
+        "sub/pyproject.toml",
+        "sub/beside.toml",
+    ):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    for asked, expected in {
+        "xyz.toml": "; there are ours.toml, theirs.toml",
+        "project.toml": "; there are ours.toml, theirs.toml",
+        "train_configs/our.toml": "; did you mean ours.toml?",
+        "train_config/their.toml": "; did you mean theirs.toml?",
+        "sub/xyz.toml": "; there are beside.toml, ours.toml, theirs.toml",
+    }.items():
+        (mistake,) = mistakes("", f"--job.config_file={asked}")
+        assert mistake.endswith(expected), mistake
+    (mistake,) = mistakes("extends = 'sub/besides.toml'")
+    assert mistake.endswith("looked for sub/besides.toml; did you mean beside.toml?")
 
 
 def test_several_mistakes_at_once(mistakes: Mistakes) -> None:
@@ -261,6 +293,9 @@ class TestNoFollowUps:
 
     def test_missing_base_before_everything(self, mistakes: Mistakes) -> None:
         assert len(mistakes("extends = 'x.toml'\n[training]\nglobal_batch_size = 4")) == 1
+
+    def test_dataset_of_a_module_that_cant_be_imported(self, mistakes: Mistakes) -> None:
+        assert len(mistakes("[experimental]\ncustom_import = 'zzz'\n[training]\ndataset = 'mine'")) == 1
 
     def test_model_of_a_module_that_cant_be_imported(self, mistakes: Mistakes) -> None:
         assert len(mistakes("[experimental]\ncustom_import = 'zzz'\n[model]\nname = 'mine'")) == 1

@@ -11,6 +11,8 @@ import pytest
 
 from tests.data.tiny_data import documents, json_lines, texts, write
 from titan.config.errors import UserError
+from titan.config.job_config import Training
+from titan.data.files import find_files, matching_paths
 
 
 def test_wish_localdata_relative_path_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +30,7 @@ def test_data_file_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     names = [f"{folder}{i}.jsonl" for folder in ("", "b/", "a/") for i in range(5)]
     write(tmp_path, {name: json_lines([name]) for name in names})
     os.symlink(tmp_path, tmp_path / "a" / "upwards")
-    plain_walk, plain_glob = os.walk, glob.glob
+    plain_walk, plain_glob = os.walk, glob.iglob
 
     def shuffled_walk(folder: Path, **options: Any) -> Iterator[tuple[str, list[str], list[str]]]:
         for parent, folders, files in plain_walk(folder, **options):
@@ -37,15 +39,43 @@ def test_data_file_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             yield parent, folders, files
 
     monkeypatch.setattr(os, "walk", shuffled_walk)
-    monkeypatch.setattr(glob, "glob", lambda *a, **k: 2 * random.sample(found := plain_glob(*a, **k), len(found)))
+    monkeypatch.setattr(glob, "iglob", lambda *a: 2 * random.sample(found := list(plain_glob(*a)), len(found)))
     fingerprints = set()
     for seed in range(3):
         random.seed(seed)
         opened = documents("json", tmp_path)
         assert texts(opened) == sorted(names)
         fingerprints.add(opened.fingerprint)
-        assert texts(documents("json", tmp_path / "**" / "*.jsonl"))[:10] == sorted(names)[:10]
+        matched = documents("json", tmp_path / "**" / "*.jsonl")
+        assert (texts(matched), matched.fingerprint) == (sorted(names), opened.fingerprint)
     assert len(fingerprints) == 1
+
+
+def test_a_glob_finds_what_a_walk_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links upwards aren't followed, any number of them; a file with several names is read under the plainest."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {"data/a/b/one.txt": "1", "data/two.txt": "2", "data/.hidden/no.txt": "", "data/.no.txt": ""})
+    for i in range(8):  # two of them are enough to keep glob itself busy for years
+        os.symlink("..", f"data/a/up{i}")
+    os.symlink("../../two.txt", "data/a/b/again.txt")
+    os.symlink("a", "data/z")
+    for pattern, names in {
+        "data/**/*.txt": ["a/b/one.txt", "two.txt"],
+        "data/**": ["a/b/one.txt", "two.txt"],
+        "**/data/**/b/*.txt": ["data/a/b/again.txt", "data/a/b/one.txt"],
+        "data/*/**/*.txt": ["a/b/again.txt", "a/b/one.txt"],
+        "data/a/b/**/*.txt": ["again.txt", "one.txt"],
+        "data/*/*/*.txt": ["a/b/again.txt", "a/b/one.txt"],
+        "data/**/nothing": [],
+    }.items():
+        for place in (Path(), tmp_path):
+            found = list(matching_paths(str(place / pattern)))
+            if not names:
+                assert found == []
+                continue
+            files = find_files(Training(dataset="text", dataset_path=str(place / pattern)))
+            assert [name for name, _ in files] == names, pattern
+            assert {file for _, file in files} <= set(found)
 
 
 def test_fingerprint(tmp_path: Path) -> None:

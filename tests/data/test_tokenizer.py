@@ -24,6 +24,7 @@ from titan.data.tokenizers.llama3 import Llama3Tokenizer, control_tokens, split_
 from titan.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 
 CORPUS = Path(functools.__file__).read_text().splitlines()
+ADVICE = "Download tokenizer.json or tokenizer.model from the model's page on its hub and set model.tokenizer_path"
 TRICKY = "def f(x):\n\treturn 'naïve €5 — 日本語 🎉'  # don't\r\n\n   \x00 end  "
 
 
@@ -376,20 +377,23 @@ def test_unusable_file(tmp_path: Path, content: bytes, message: str) -> None:
     assert "expected a Hugging Face tokenizer.json" in str(caught.value)
 
 
-def test_missing_file_names_near_ones(tmp_path: Path) -> None:
+def test_missing_file_names_near_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan.data.tokenizer._registered", {})
     write(tmp_path, "assets/tokenizer.model", tiktoken_ranks())
     with pytest.raises(UserError, match=r"Did you mean .*/assets/tokenizer\.model\?"):
         build_tokenizer(str(tmp_path / "assets" / "tokeniser.model"))
     with pytest.raises(UserError, match=r"Did you mean .*/assets\?"):
         build_tokenizer(str(tmp_path / "asset" / "tokenizer.model"))
-    with pytest.raises(UserError, match="has nothing with such a name"):
+    with pytest.raises(UserError, match="has nothing with such a name") as caught:
         build_tokenizer(str(tmp_path / "zzz"))
+    assert ADVICE in str(caught.value) and "none" not in str(caught.value)
 
 
 def test_folder_without_tokenizer(tmp_path: Path) -> None:
     write(tmp_path, "config.json", {})
-    with pytest.raises(UserError, match=r"has none of tokenizer\.json, .*it has config\.json"):
+    with pytest.raises(UserError, match=r"has none of tokenizer\.json, .*it has config\.json") as caught:
         build_tokenizer(str(tmp_path))
+    assert ADVICE in str(caught.value) and "scripts/" not in str(caught.value)
 
 
 def test_registered_tokenizer() -> None:

@@ -83,6 +83,17 @@ def test_tp_norm_grad_replicated_weights_do_not_drift(worlds: Worlds, layout: La
         assert all(equal.values()), equal
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2), Layout(tp=2), Layout(cp=2), Layout(pp=2)], ids=str)
+def test_compiled_blocks_follow_the_eager_ones(worlds: Worlds, layout: Layout) -> None:
+    """Each block as one graph without breaks, or compiling fails; the backend keeps eager's arithmetic."""
+    expected = worlds(1).run(follow, Layout().arguments)[0]
+    compiled = ["--compile.enable", "--compile.backend=aot_eager"]
+    found = worlds(layout.ranks).run(follow, layout.arguments + compiled, timeout=240)[0]
+    assert found["initial"].keys() == expected["initial"].keys()
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+
+
 def write_schedule(path: Path, order: str) -> str:
     """GPipe for two ranks and eight microbatches: all forward passes, then all backward ones, in this order."""
     rows = []

@@ -1,11 +1,14 @@
 """The worlds that the other tests rely on: they must fail when a rank fails."""
 
+import os
 import time
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed import world
 from tests.distributed.world import WorldError, Worlds
 
 
@@ -39,3 +42,16 @@ def test_a_failing_rank_fails_the_case_and_the_next_case_works() -> None:
         worlds(2).run(_sleep_on, 0, timeout=1)
     assert worlds(2).run(_sum_of_ranks) == [1, 1]
     worlds.close()
+
+
+def _die_on_last_rank(rank: int, size: int, connection: Connection) -> None:
+    if rank == size - 1:
+        os._exit(7)
+    connection.send("ready")
+    connection.recv()
+
+
+def test_a_process_that_dies_at_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "_serve", _die_on_last_rank)
+    with pytest.raises(WorldError, match="process of rank 1 died at start with exit status 7"):
+        Worlds()(2)

@@ -69,10 +69,19 @@ class World:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, size, theirs), daemon=True)
             process.start()
+            theirs.close()  # the process has its own: with this one open, its death would go unnoticed
             self._connections.append(ours)
             self._processes.append(process)
-        for connection in self._connections:  # so that the imports don't count against a case's time limit
-            connection.recv()
+        for rank, connection in enumerate(self._connections):
+            try:  # waited for here, so that the imports don't count against a case's time limit
+                connection.recv()
+            except EOFError:
+                self._processes[rank].join()
+                status = self._processes[rank].exitcode
+                self.close()
+                raise WorldError(
+                    f"process of rank {rank} died at start with exit status {status}; stderr has its error"
+                ) from None
 
     @property
     def alive(self) -> bool:

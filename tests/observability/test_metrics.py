@@ -40,7 +40,7 @@ KEYS = [
 class Run:
     """A MetricsLogger and a loop whose steps take exactly as long as the test says."""
 
-    def __init__(self, folder: Path, device: Device, settings: Metrics | None = None, **options: Any) -> None:
+    def __init__(self, folder: Path | None, device: Device, settings: Metrics | None = None, **options: Any) -> None:
         self.now = 0.0
         defaults: dict[str, Any] = {
             "rank": 0,
@@ -69,6 +69,7 @@ class Run:
             self.step(number, **options)
 
     def lines(self) -> list[dict[str, Any]]:
+        assert self.folder is not None
         return read_lines(self.folder / "metrics.jsonl")
 
 
@@ -217,6 +218,19 @@ def test_an_empty_file_is_not_set_aside(tmp_path: Path, cpu: Device) -> None:
     Run(tmp_path, cpu).metrics.close()
     Run(tmp_path, cpu).metrics.close()
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_without_a_folder_there_is_the_console_alone(
+    tmp_path: Path, cpu: Device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    init_logging(0, color=False)
+    settings = Metrics(log_freq=1, progress="lines", enable_tensorboard=True, save_for_all_ranks=True)
+    run = Run(None, cpu, settings)
+    run.step(1)
+    run.metrics.close()
+    assert "step  1/10" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_ranks_write_no_file_and_say_nothing(

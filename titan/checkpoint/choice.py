@@ -57,7 +57,7 @@ def refuse_damaged(root: Path, manifest: Manifest, verify: Literal["size", "chec
     others = [other for other in reversed(complete) if other.step != manifest.step]
     intact = next((other.step for other in others if not _damage(root, other, verify, ranks)), None)
     advice = (
-        "No other checkpoint there is intact. To start anew, choose another checkpoint.folder."
+        "No other checkpoint there is intact. To start anew, choose another job.dump_folder."
         if intact is None
         else f"The newest intact one is of step {intact}: resume from it with --checkpoint.load_step={intact}"
     )

@@ -152,7 +152,7 @@ def check_same_model(place: str, stored: Mapping[str, TensorInfo], ours: Mapping
             f"{place} is a checkpoint of another model or optimizer:\n"
             + "\n".join(found)
             + "\nSet [model] and [optimizer] as they were (manifest.json holds the config that it was saved with), "
-            "or start anew with another checkpoint.folder."
+            "or start anew with another job.dump_folder."
         )
     cast = [f"{name} ({stored[name].dtype} to {info.dtype})" for name, info in ours.items() if stored[name] != info]
     if cast:

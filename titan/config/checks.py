@@ -6,7 +6,6 @@ stops no run, is at the end, under `warn`.
 
 from __future__ import annotations
 
-import glob
 import importlib
 import os
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from titan.config.job_config import JobConfig
 from titan.config.nearest import did_you_mean
 from titan.config.rules import Mistakes, Rule, listed, nearest_multiples
 from titan.config.toml_text import DEFAULT
+from titan.data.files import matching_paths
 from titan.models.spec import model_families
 
 
@@ -101,14 +101,23 @@ def _vocabulary(config: JobConfig, world_size: int) -> Mistakes:
         )
 
 
+def _dataset(config: JobConfig, world_size: int) -> Mistakes:
+    from titan.data.sources import check_dataset  # imports numpy, so not before it is needed
+
+    try:
+        check_dataset(config.training.dataset)
+    except UserError as error:
+        yield str(error)
+
+
 def _dataset_path(config: JobConfig, world_size: int) -> Mistakes:
     dataset, path = config.training.dataset, config.training.dataset_path
     if dataset not in ("text", "json", "parquet"):
         return
     if path is None:
         yield f'training.dataset = "{dataset}" needs training.dataset_path: a file, a folder or a glob'
-    elif not os.path.exists(path) and not glob.glob(path, recursive=True):
-        beside = [str(file) for file in Path(path).parent.glob("*")]
+    elif not os.path.exists(place := os.path.expanduser(path)) and not any(matching_paths(place)):
+        beside = [str(file) for file in Path(place).parent.glob("*")]
         yield f'training.dataset_path = "{path}": matches no file{did_you_mean(path, beside)}'
 
 
@@ -133,6 +142,7 @@ RULES = (
     Rule(_vocabulary, ("experimental.custom_import", *_MODEL, "model.vocab_size", "model.tokenizer_path")),
     *checks_parallelism.MODEL_RULES,
     *checks_pipeline.RULES,
+    Rule(_dataset, ("experimental.custom_import", "training.dataset"), ("training.dataset",)),
     Rule(_dataset_path, ("training.dataset", "training.dataset_path")),
     Rule(_load_step, ("checkpoint.load_step", "checkpoint.enable")),
 )
@@ -145,7 +155,7 @@ def warn(config: JobConfig, world_size: int, origins: Mapping[str, str]) -> list
         origins: where each value came from, as LoadedConfig has it.
     """
     steps = resolved_steps(config, global_batch_size(config, batch_degree(config, world_size)))
-    warnings = [*_schedule_warnings(config, steps), *_pipeline_warnings(config)]
+    warnings = [*_schedule_warnings(config, steps), *_pipeline_warnings(config), *_vocabulary_warnings(config)]
     if config.training.total_tokens is not None and origins["training.steps"] != DEFAULT:
         warnings.append(
             f"training.total_tokens = {config.training.total_tokens} decides the length of the run: {steps} steps; "
@@ -185,3 +195,14 @@ def _pipeline_warnings(config: JobConfig) -> Iterator[str]:
             "that most of them wait; raise training.local_batch_size or lower "
             "parallelism.pipeline_parallel_microbatch_size"
         )
+
+
+def _vocabulary_warnings(config: JobConfig) -> Iterator[str]:
+    """Bytes are what the debug model is for; of any other they use a small part."""
+    from titan.data.tokenizer import build_tokenizer
+
+    model = config.model
+    rows, ids = model_sizes(config).vocab_size, build_tokenizer(model.tokenizer_path).vocab_size
+    if ids < rows / 2 and model.flavor != "debugmodel":
+        owner = "model.vocab_size" if model.vocab_size else f"{model.name} {model.flavor}"
+        yield f"{owner} has {rows:,} rows, the tokenizer only {ids:,} ids: set model.tokenizer_path to the model's own"

@@ -106,12 +106,20 @@ def _sequence_unit(config: JobConfig) -> tuple[int, str]:
 
 
 def _async_tensor_parallel(config: JobConfig, world_size: int) -> Mistakes:
-    if config.parallelism.enable_async_tensor_parallel:
-        tp = config.parallelism.tensor_parallel_degree
-        yield (
-            f"parallelism.enable_async_tensor_parallel = true: it needs {_TP} > 1 (it is {tp}), torch.compile, which "
-            "isn't built yet, and GPUs with symmetric memory; leave it at false"
-        )
+    if not config.parallelism.enable_async_tensor_parallel:
+        return
+    # Torch is imported for the few who ask for this: only it knows the device.
+    from titan.observability.device import find_device
+
+    lacking = []
+    if (tp := config.parallelism.tensor_parallel_degree) == 1:
+        lacking.append(f"{_TP} > 1 (it is {tp})")
+    if not config.compile.enable:
+        lacking.append("compile.enable = true, since it is torch.compile that overlaps (it is false)")
+    if (device := find_device()).type == "cpu":
+        lacking.append(f"GPUs with symmetric memory (this machine computes on {device.name})")
+    if lacking:
+        yield f"parallelism.enable_async_tensor_parallel = true needs {'; '.join(lacking)}; otherwise leave it at false"
 
 
 def _parallelism(*fields: str) -> tuple[str, ...]:
@@ -127,5 +135,5 @@ MODEL_RULES = (
     Rule(_tensor_parallel, (*_MODEL, *_parallelism(_TP)), _parallelism(_TP)),
     Rule(_vocabulary, (*_MODEL, "model.vocab_size", *_parallelism(_TP))),
     Rule(_sequence, (*_MODEL, "training.seq_len", *_parallelism(*_SEQUENCE_KEYS))),
-    Rule(_async_tensor_parallel, _parallelism("enable_async_tensor_parallel")),
+    Rule(_async_tensor_parallel, ("compile.enable", *_parallelism(_TP, "enable_async_tensor_parallel"))),
 )

@@ -229,6 +229,20 @@ def _range(numbers: list[int]) -> str:
 
 _STAGE_KEYS = (*_MODEL, _DEGREE, _SCHEDULE, _CSV, _PARTS, _LAYERS, *_LESS)
 
+
+def _compile(config: JobConfig, world_size: int) -> Mistakes:
+    settings = config.parallelism
+    if settings.pipeline_parallel_degree == 1 or not config.compile.enable or _path(config) is not None:
+        return
+    if SCHEDULES[settings.pipeline_parallel_schedule].splits_backward:
+        whole = [name for name, kind in SCHEDULES.items() if not kind.splits_backward]
+        yield (
+            f'compile.enable = true beside {_SCHEDULE} = "{settings.pipeline_parallel_schedule}": a compiled block '
+            f"computes the gradients of inputs and of weights in one pass, which this schedule splits; choose "
+            f"{listed(whole)}, or leave compile.enable at false"
+        )
+
+
 RULES = (
     Rule(_model, (*_MODEL, _DEGREE), (_DEGREE,)),
     Rule(_names, (*_MODEL, _DEGREE, _PARTS)),
@@ -237,5 +251,6 @@ RULES = (
     Rule(_file_stages, _STAGE_KEYS),
     Rule(_microbatch_size, (_DEGREE, _MICROBATCH, _LOCAL), (_MICROBATCH,)),
     Rule(_microbatches, (_DEGREE, _SCHEDULE, _CSV, _MICROBATCH, _LOCAL)),
+    Rule(_compile, (_DEGREE, _SCHEDULE, _CSV, "compile.enable")),
     Rule(_file_microbatches, (_DEGREE, _CSV, _MICROBATCH, _LOCAL)),
 )

@@ -217,6 +217,12 @@ class Parallelism:
 
 
 @dataclass
+class Compile:
+    enable: bool = setting(False, "Compile every block of the model with torch.compile.")
+    backend: str = setting("inductor", "torch.compile's backend.")
+
+
+@dataclass
 class Checkpoint:
     enable: bool = setting(False, "Save checkpoints and resume from the newest.")
     folder: str = setting("checkpoint", "Folder for checkpoints, within job.dump_folder.")
@@ -225,7 +231,9 @@ class Checkpoint:
     load_step: int = setting(-1, "Step to resume from; -1: the newest complete one.", minimum=0, also=(-1,))
     keep_latest_k: int = setting(10, "Complete checkpoints to keep; 0 keeps all.", minimum=0)
     enable_first_step_checkpoint: bool = setting(False, "Also save after the first step, to try storage early.")
-    load_only: bool = setting(False, "Resume, but save nothing.")
+    load_only: bool = setting(
+        False, "Resume, but write nothing in job.dump_folder: no checkpoints, metrics, events or config, only the log."
+    )
     verify: Literal["size", "checksum", "none"] = setting(
         "size", "What is checked of every file of a checkpoint before it is loaded."
     )
@@ -280,6 +288,7 @@ class JobConfig:
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)

@@ -68,11 +68,39 @@ def _save(loaded: LoadedConfig) -> None:
     target = loaded.config.job.save_config_file
     if target is None or not _is_first_rank():
         return
+    with _refused_by_system(f'job.save_config_file = "{target}"'):
+        _write(Path(target), loaded)
+
+
+def save_config(loaded: LoadedConfig) -> None:
+    """Write the resolved config as config.toml to job.dump_folder, on the first rank and unless checkpoint.load_only.
+
+    The file is replaced in one moment; it describes the newest start.
+
+    Raises:
+        UserError: the folder can't be written to.
+    """
+    folder = Path(loaded.config.job.dump_folder)
+    if loaded.config.checkpoint.load_only or not _is_first_rank():
+        return
+    with _refused_by_system(f'job.dump_folder = "{folder}"'):
+        draft = folder / ".config.toml.draft"
+        _write(draft, loaded)
+        draft.replace(folder / "config.toml")
+
+
+def _write(path: Path, loaded: LoadedConfig) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_toml(loaded.config, loaded.origins), encoding="utf-8")
+
+
+@contextmanager
+def _refused_by_system(setting: str) -> Iterator[None]:
+    """Make an OSError inside the block a UserError that begins with the setting and its value."""
     try:
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-        Path(target).write_text(to_toml(loaded.config, loaded.origins), encoding="utf-8")
+        yield
     except OSError as error:
-        raise UserError(f'job.save_config_file = "{target}": {error.strerror}') from error
+        raise UserError(f"{setting}: {error.strerror}") from error
 
 
 def _is_first_rank() -> bool:

@@ -31,8 +31,10 @@ def find_config(name: str) -> Path:
     Raises:
         BadFile: there is none, with the places and the near file names.
     """
-    places = [Path(name), Path(CONFIGS, name), REPOSITORY / CONFIGS / name]
-    return _first_file(f"job.config_file = {name}", places)
+    folders = [Path(CONFIGS), REPOSITORY / CONFIGS]
+    places = [Path(name), *(folder / name for folder in folders)]
+    beside = [] if Path(name).parent == Path() else [Path(name).parent]
+    return _first_file(f"job.config_file = {name}", places, [*beside, *folders])
 
 
 def read_files(path: Path, is_key: Callable[[str], bool]) -> tuple[list[list[Given]], list[str]]:
@@ -81,7 +83,8 @@ def _bases(path: Path, extends: object, mistakes: list[str]) -> list[Path]:
     found = []
     for name in names:
         try:
-            found.append(_first_file(f"{_display(path)}: extends = {shown(name)}", [path.parent / name]))
+            place = path.parent / name
+            found.append(_first_file(f"{_display(path)}: extends = {shown(name)}", [place], [place.parent]))
         except BadFile as error:
             mistakes.append(str(error))
     return found
@@ -112,12 +115,13 @@ def _flatten(table: dict[str, object], origin: str, is_key: Callable[[str], bool
             yield Given(key, value, origin)
 
 
-def _first_file(asked: str, places: list[Path]) -> Path:
+def _first_file(asked: str, places: list[Path], folders: list[Path]) -> Path:
+    """The first of these places that is a file; when none is, the message has the names in `folders` that are near."""
     for place in places:
         if os.path.isfile(place):  # unlike Path.is_file, False for names that no file can have
             return place
     tried = list(dict.fromkeys(_display(place) for place in places))
-    here = sorted({file.name for place in places if place.parent.is_dir() for file in place.parent.glob("*.toml")})
+    here = sorted({file.name for folder in folders for file in folder.glob("*.toml")} - {"pyproject.toml"})
     near = nearest(places[0].name, here)
     known = f"; did you mean {near}?" if near else f"; there are {', '.join(here)}" if here else ""
     raise BadFile(f"{asked}: no such file; looked for {', '.join(tried)}{known}")

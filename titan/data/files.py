@@ -7,7 +7,7 @@ import glob
 import hashlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from titan.config.errors import UserError
@@ -52,13 +52,25 @@ def find_files(training: Training) -> Files:
 def walk(folder: Path, skip: Callable[[str], bool] = lambda name: False) -> Files:
     """The files below a folder that aren't hidden, without the folders to skip. Links are followed, but not up."""
     found: Files = []
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        here = Path(parent).resolve()
-        folders[:] = [name for name in folders if not name.startswith(".") and not skip(name)]
-        folders[:] = [name for name in folders if not here.is_relative_to(Path(parent, name).resolve())]
-        files = [Path(parent, name) for name in names if not name.startswith(".")]
+    for parent, names in _walk_folders(folder, skip):
+        files = [parent / name for name in names if not name.startswith(".")]
         found += [(file.relative_to(folder).as_posix(), file) for file in files if file.is_file()]
     return sorted(found)
+
+
+def matching_paths(pattern: str) -> Iterator[Path]:
+    """What a glob matches, some of it perhaps twice. A part `**` is any folders below, as `walk` follows them.
+
+    (glob's own follows links upwards too, around and around until the system refuses the path.)
+    """
+    parts = Path(pattern).parts
+    if "**" not in parts:
+        yield from map(Path, glob.iglob(pattern))
+        return
+    deep = parts.index("**")
+    for top in glob.iglob(str(Path(*parts[:deep]))):
+        for folder, _ in _walk_folders(Path(top)):
+            yield from matching_paths(str(Path(glob.escape(str(folder)), *(parts[deep + 1 :] or ("*",)))))
 
 
 def ending(file: Path) -> str:
@@ -73,11 +85,25 @@ def files_fingerprint(files: Files, *settings: object) -> str:
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
 
+def _walk_folders(top: Path, skip: Callable[[str], bool] = lambda name: False) -> Iterator[tuple[Path, list[str]]]:
+    """A folder and those below that aren't hidden, each with the names of its files. Links are followed, but not up."""
+    for parent, folders, names in os.walk(top, followlinks=True):
+        here = Path(parent).resolve()
+        folders[:] = [name for name in folders if not name.startswith(".") and not skip(name)]
+        folders[:] = [name for name in folders if not here.is_relative_to(Path(parent, name).resolve())]
+        yield Path(parent), names
+
+
 def _glob(pattern: str) -> Files:
-    """The files that a pattern matches, each once, named from the last folder that has no wildcard in its name."""
+    """The files that a pattern matches, named from the last folder that has no wildcard in its name.
+
+    Each is there once, by the name with the fewest folders when links give it several.
+    """
     fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
-    matches = {Path(match) for match in glob.glob(pattern, recursive=True)}
-    return sorted((match.relative_to(fixed).as_posix(), match) for match in matches if match.is_file())
+    names = {match.relative_to(fixed).as_posix(): match for match in matching_paths(pattern) if match.is_file()}
+    by_depth = sorted(names.items(), key=lambda item: (item[0].count("/"), item[0]))
+    once = {match.resolve(): (name, match) for name, match in reversed(by_depth)}
+    return sorted(once.values())
 
 
 def _refuse_unsuitable(kind: str, file: Path) -> None:

@@ -6,8 +6,8 @@ No dataset knows of ranks, epochs of a run, or tokens; a row that can't be read 
 """
 
 import difflib
+import os
 from collections.abc import Callable
-from pathlib import Path
 
 from titan.config.errors import UserError
 from titan.config.job_config import Training
@@ -42,22 +42,8 @@ def open_documents(training: Training) -> Documents | StreamedDocuments:
         UserError: there is no such dataset or file, it can't be read as what it's said to be, or it has no document.
     """
     name = training.dataset
-    if name in _factories:
-        documents = _factories[name](training)
-    elif Path(name).expanduser().exists():
-        raise UserError(
-            f"training.dataset = {name!r} is a path. Give it as training.dataset_path, and text, json or parquet as "
-            "training.dataset."
-        )
-    elif "/" in name:
-        documents = open_hub(training, name, training.dataset_subset)
-    else:
-        near = difflib.get_close_matches(name, list(_factories))
-        hint = f"Did you mean {' or '.join(near)}? " if near else ""
-        raise UserError(
-            f"training.dataset = {name!r} isn't a dataset. {hint}Known: {', '.join(sorted(_factories))}; a hub id has "
-            "the form owner/name."
-        )
+    check_dataset(name)
+    documents = _factories[name](training) if name in _factories else open_hub(training, name, training.dataset_subset)
     if isinstance(documents, Documents) and not len(documents):
         raise UserError(
             f"training.dataset = {name!r} has 0 documents (training.dataset_path = {training.dataset_path!r}, "
@@ -66,6 +52,28 @@ def open_documents(training: Training) -> Documents | StreamedDocuments:
     size = f"{len(documents):,} documents" if isinstance(documents, Documents) else f"{documents.num_shards:,} shards"
     logger.info(f"dataset {name}: {size}{f' from {training.dataset_path}' if training.dataset_path else ''}")
     return documents
+
+
+def check_dataset(name: str) -> None:
+    """Refuse what can't be a dataset, by its name alone: nothing is read and no library for it is imported.
+
+    Raises:
+        UserError: the name is neither registered nor of a hub id's form, or it is a path.
+    """
+    if name in _factories:
+        return
+    if os.path.exists(os.path.expanduser(name)):
+        raise UserError(
+            f"training.dataset = {name!r} is a path. Give it as training.dataset_path, and text, json or parquet as "
+            "training.dataset."
+        )
+    if "/" not in name:
+        near = difflib.get_close_matches(name, list(_factories))
+        hint = f"Did you mean {' or '.join(near)}? " if near else ""
+        raise UserError(
+            f"training.dataset = {name!r} isn't a dataset. {hint}Known: {', '.join(sorted(_factories))}; a hub id has "
+            "the form owner/name."
+        )
 
 
 def register_dataset(name: str, factory: Factory) -> None:

@@ -32,6 +32,10 @@ _FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 _EXPECTED = (
     "expected a Hugging Face tokenizer.json, a SentencePiece model, or a tiktoken file of 'base64 rank' lines (Llama 3)"
 )
+_ADVICE = (
+    "Download tokenizer.json or tokenizer.model from the model's page on its hub and set model.tokenizer_path to the "
+    "file or its folder; unset, the model trains on bytes."
+)
 
 _registered: dict[str, Callable[[], Tokenizer]] = {}
 
@@ -123,10 +127,9 @@ def _find_file(path: str) -> Path:
                 return place / name
         found = ", ".join(sorted(entry.name for entry in place.iterdir())[:10]) or "nothing"
         raise UserError(
-            f"model.tokenizer_path = {path!r}: the folder has none of {', '.join(_FILES)}; it has {found}. "
-            "scripts/download_tokenizer.py fetches a tokenizer."
+            f"model.tokenizer_path = {path!r}: the folder has none of {', '.join(_FILES)}; it has {found}. {_ADVICE}"
         )
-    raise UserError(f"model.tokenizer_path = {path!r}: no such file or folder. {_nearest(place)}")
+    raise UserError(f"model.tokenizer_path = {path!r}: no such file or folder. {_nearest(place)} {_ADVICE}")
 
 
 def _nearest(place: Path) -> str:
@@ -137,5 +140,5 @@ def _nearest(place: Path) -> str:
     near = [str(folder / name) for name in near] + difflib.get_close_matches(place.name, list(_registered))
     if near:
         return f"Did you mean {' or '.join(near)}?"
-    names = ", ".join(sorted(_registered)) or "none"
-    return f"{folder} has nothing with such a name. Registered tokenizers: {names}. Unset: the byte tokenizer."
+    registered = f" Registered tokenizers: {', '.join(sorted(_registered))}." if _registered else ""
+    return f"{folder} has nothing with such a name.{registered}"

@@ -34,7 +34,8 @@ class WindowMetrics:
         mfu: a share of 1; None when the device's peak is unknown.
         step_seconds: mean time of a step, with waiting for data, without pauses.
         data_seconds: mean time that a step waited for data.
-        checkpoint_seconds: sum of the window's pauses for checkpoints; one after a logged step is the next window's.
+        checkpoint_seconds: sum of the window's pauses for checkpoints; one after a logged step is the next window's, so
+            that the one after the run's last step is in no line.
         memory_peak_bytes: the largest peak of any rank.
     """
 
@@ -145,10 +146,12 @@ class Console:
 
 
 def open_writers(
-    settings: Metrics, dump_folder: Path, rank: int, start_step: int
+    settings: Metrics, dump_folder: Path | None, rank: int, start_step: int
 ) -> list[JsonLinesWriter | TensorBoardWriter]:
-    """The files that this rank writes; rank 0 makes the dump folder."""
+    """The files that this rank writes, none without a dump folder; rank 0 makes it."""
     writers: list[JsonLinesWriter | TensorBoardWriter] = []
+    if dump_folder is None:
+        return writers
     if rank == 0:
         dump_folder.mkdir(parents=True, exist_ok=True)
         writers.append(JsonLinesWriter(dump_folder / "metrics.jsonl", start_step))

@@ -48,7 +48,7 @@ class MetricsLogger:
 
     Args:
         settings: the [metrics] section.
-        dump_folder: where metrics.jsonl goes; rank 0 makes it.
+        dump_folder: where metrics.jsonl and TensorBoard's events go; rank 0 makes it. None: no file is written.
         device: whose memory is reported.
         rank, world_size: of this process.
         total_steps: of the whole run.
@@ -61,7 +61,7 @@ class MetricsLogger:
     def __init__(
         self,
         settings: Metrics,
-        dump_folder: Path,
+        dump_folder: Path | None,
         *,
         device: Device,
         rank: int,

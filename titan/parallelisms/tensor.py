@@ -74,6 +74,24 @@ def apply_tensor_parallel(
             parallelize_module(module, mesh, styles[role])
 
 
+def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
+    """Let torch.compile overlap each gather with the product after it, and each product with its reduce-scatter.
+
+    Both are cut into pieces that travel through symmetric memory while the next piece is computed (PyTorch's
+    micro-pipelining pass, https://dev-discuss.pytorch.org/t/2487). Must come before compiled blocks first run; needs
+    GPUs that reach each other's memory.
+
+    Args:
+        mesh: the tp dimension.
+    """
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    # Deprecated, but in torch 2.13 the pass fuses nothing, silently, for a group without it.
+    enable_symm_mem_for_group(mesh.get_group().group_name)
+
+
 def _matching(model: nn.Module, pattern: str) -> list[nn.Module]:
     wanted = pattern.split(".")
     return [

@@ -11,11 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan.config.job_config import JobConfig
 from titan.models.llama import llama_stages
 from titan.models.llama.model import Llama
+from titan.parallelisms.compile import apply_compile
 from titan.parallelisms.context import apply_context_parallel
 from titan.parallelisms.fsdp import apply_fsdp
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.parallelisms.pipeline import Pipeline
-from titan.parallelisms.tensor import Role, apply_tensor_parallel
+from titan.parallelisms.tensor import Role, apply_tensor_parallel, enable_async_tensor_parallel
 
 TENSOR_PLAN = {
     "tok_embeddings": Role.EMBEDDING,
@@ -50,6 +51,8 @@ def parallelize_llama(
             loss_parallel=not settings.disable_loss_parallel,
         )
         model.tie_weights()  # embedding and head were split one by one
+        if settings.enable_async_tensor_parallel:
+            enable_async_tensor_parallel(world_mesh["tp"])
     if parallel_dims.cp > 1:
         apply_context_parallel(
             model,
@@ -57,6 +60,8 @@ def parallelize_llama(
             settings.context_parallel_rotate_method,
             balanced=settings.context_parallel_load_balancer == "headtail",
         )
+    if job_config.compile.enable:
+        apply_compile(model.layers.values(), job_config.compile)
     apply_fsdp(model, fsdp_groups(model), parallel_dims, job_config)
 
 

@@ -1,0 +1,19 @@
+"""torch.compile, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from titan.config.job_config import Compile
+
+
+def apply_compile(blocks: Iterable[nn.Module], settings: Compile) -> None:
+    """Compile each block in place, as one graph without breaks; equal blocks share one compiled graph.
+
+    A block at a time, not the whole model: FSDP's gathers lie between blocks, and compiling one of N equal blocks takes
+    an N-th of the time. The modules' names don't change.
+    """
+    for block in blocks:
+        block.compile(backend=settings.backend, fullgraph=True)
