@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import torch.distributed as dist
+from torch._C import DispatchKey, DispatchKeySet
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +39,9 @@ class Traffic(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor first turns its operator into those of plain tensors
         namespace, name = func.name().split("::")
+        if namespace == "titan":  # its own operators hide from modes what they call
+            with self:
+                return func.redispatch(DispatchKeySet(DispatchKey.CPU), *args, **(kwargs or {}))
         name = name.split(".")[0]
         if namespace in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
             # In-place collectives name the output first.

@@ -18,19 +18,21 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName
 
 from titan.config.errors import UserError
 
 _aten = torch.ops.aten
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def ring_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, balanced: bool
 ) -> torch.Tensor:
     """Causal attention of this rank's queries to the keys of all ranks; collective, differentiable.
 
-    torch.compile can't trace point-to-point transfers. Left out as a whole, this is one break in a block's graph.
+    torch.compile can't trace point-to-point transfers. It sees one operator forward and one backward, of fixed names:
+    titan::ring_attention_forward and titan::ring_attention_backward.
 
     Args:
         query: `[B, H, S/cp, D]`, the tokens that `SequenceShards` of the same `balanced` gives this rank.
@@ -47,7 +49,8 @@ def ring_attention(
             f'parallelism.context_parallel_rotate_method = "alltoall" computes with flash attention, {refusal}, or set '
             'parallelism.context_parallel_rotate_method = "allgather"'
         )
-    return _RingAttention.apply(query, torch.stack((key, value)), group, balanced)
+    out, _, _ = ring_attention_forward(query, torch.stack((key, value)), group.group_name, balanced)
+    return out
 
 
 def flash_refusal(query: torch.Tensor) -> str | None:
@@ -104,58 +107,100 @@ def seen_of_block(rank: int, source: int, length: int, balanced: bool) -> _Seen 
     return _Seen(late, everything, causal=False) if balanced else None
 
 
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key_value: torch.Tensor, group: dist.ProcessGroup, balanced: bool
-    ) -> torch.Tensor:
-        """`query` `[B, H, S/cp, D]`, `key_value` `[2, B, H_kv, S/cp, D]` → `[B, H, S/cp, D]`."""
-        rank, degree, length = dist.get_rank(group), dist.get_world_size(group), query.shape[2]
-        out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-        lse = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
-        block = key_value
-        unused_rng: list[torch.Tensor] = []
-        for step in range(degree):
-            hop = _Hop(block, group) if step < degree - 1 else None  # travels while this step computes
-            if seen := seen_of_block(rank, (rank - step) % degree, length, balanced):
-                part, part_lse, unused_rng = flash_forward(
-                    query[:, :, seen.queries], block[..., seen.keys, :], seen.causal
-                )
-                _merge(out[:, :, seen.queries], lse[:, :, seen.queries], part, part_lse)
-            if hop:
-                block = hop.wait()
-        merged = out.to(query.dtype)
-        ctx.save_for_backward(query, key_value, merged, lse, *unused_rng)
-        ctx.group, ctx.balanced = group, balanced
-        return merged
+@torch.library.custom_op("titan::ring_attention_forward", mutates_args=())
+def ring_attention_forward(
+    query: torch.Tensor, key_value: torch.Tensor, group_name: str, balanced: bool
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """`query` `[B, H, S/cp, D]`, `key_value` `[2, B, H_kv, S/cp, D]`.
 
-    @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        query, key_value, out, lse, *unused_rng = ctx.saved_tensors
-        rank, degree, length = dist.get_rank(ctx.group), dist.get_world_size(ctx.group), query.shape[2]
-        grad_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-        block = key_value
-        own = torch.zeros(key_value.shape, dtype=torch.float32, device=key_value.device)
-        travelling: _Hop | None = None  # the gradient of a block that isn't this rank's
-        for step in range(degree):
-            hop = _Hop(block, ctx.group) if step < degree - 1 else None
-            grad_block = own if step == 0 else torch.zeros_like(own)
-            if seen := seen_of_block(rank, (rank - step) % degree, length, ctx.balanced):
-                query_part, grad_part, out_part, lse_part = (x[:, :, seen.queries] for x in (query, grad_out, out, lse))
-                to_query, to_block = flash_backward(
-                    query_part, grad_part, out_part, lse_part, block[..., seen.keys, :], seen.causal, unused_rng
-                )
-                grad_query[:, :, seen.queries] += to_query
-                grad_block[..., seen.keys, :] += to_block
-            if travelling:
-                grad_block += travelling.wait()
-            if step > 0:
-                travelling = _Hop(grad_block, ctx.group)
-            if hop:
-                block = hop.wait()
+    Returns:
+        The output `[B, H, S/cp, D]`; and for the backward, the fp32 log-sum-exp `[B, H, S/cp]` over all keys and
+        flash_forward's state of no dropout.
+    """
+    group = _resolve_process_group(GroupName(group_name))
+    rank, degree, length = dist.get_rank(group), dist.get_world_size(group), query.shape[2]
+    out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    lse = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
+    block = key_value
+    unused_rng: list[torch.Tensor] = []
+    for step in range(degree):
+        hop = _Hop(block, group) if step < degree - 1 else None  # travels while this step computes
+        if seen := seen_of_block(rank, (rank - step) % degree, length, balanced):
+            part, part_lse, unused_rng = flash_forward(query[:, :, seen.queries], block[..., seen.keys, :], seen.causal)
+            _merge(out[:, :, seen.queries], lse[:, :, seen.queries], part, part_lse)
+        if hop:
+            block = hop.wait()
+    return out.to(query.dtype), lse, unused_rng
+
+
+@torch.library.custom_op("titan::ring_attention_backward", mutates_args=())
+def ring_attention_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key_value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    unused_rng: list[torch.Tensor],
+    group_name: str,
+    balanced: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `query` and `key_value`, from the gradient of the output and what the forward got and returned."""
+    group = _resolve_process_group(GroupName(group_name))
+    rank, degree, length = dist.get_rank(group), dist.get_world_size(group), query.shape[2]
+    grad_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    block = key_value
+    own = torch.zeros(key_value.shape, dtype=torch.float32, device=key_value.device)
+    travelling: _Hop | None = None  # the gradient of a block that isn't this rank's
+    for step in range(degree):
+        hop = _Hop(block, group) if step < degree - 1 else None
+        grad_block = own if step == 0 else torch.zeros_like(own)
+        if seen := seen_of_block(rank, (rank - step) % degree, length, balanced):
+            query_part, grad_part, out_part, lse_part = (x[:, :, seen.queries] for x in (query, grad_out, out, lse))
+            to_query, to_block = flash_backward(
+                query_part, grad_part, out_part, lse_part, block[..., seen.keys, :], seen.causal, unused_rng
+            )
+            grad_query[:, :, seen.queries] += to_query
+            grad_block[..., seen.keys, :] += to_block
         if travelling:
-            own += travelling.wait()
-        return grad_query.to(query.dtype), own.to(key_value.dtype), None, None
+            grad_block += travelling.wait()
+        if step > 0:
+            travelling = _Hop(grad_block, group)
+        if hop:
+            block = hop.wait()
+    if travelling:
+        own += travelling.wait()
+    return grad_query.to(query.dtype), own.to(key_value.dtype)
+
+
+@ring_attention_forward.register_fake
+def _fake_forward(
+    query: torch.Tensor, key_value: torch.Tensor, group_name: str, balanced: bool
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    _, _, unused_rng = flash_forward(query, key_value, causal=True)  # whose own fake knows the device's state
+    return query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=torch.float32), unused_rng
+
+
+@ring_attention_backward.register_fake
+def _fake_backward(
+    grad_out: torch.Tensor, query: torch.Tensor, key_value: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key_value.new_empty(key_value.shape)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    query, key_value, ctx.group_name, ctx.balanced = inputs
+    out, lse, unused_rng = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(query, key_value, out, lse, *unused_rng)
+
+
+def _backward(ctx: Any, grad_out: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    query, key_value, out, lse, *unused_rng = ctx.saved_tensors
+    gradients = ring_attention_backward(grad_out, query, key_value, out, lse, unused_rng, ctx.group_name, ctx.balanced)
+    return *gradients, None, None
+
+
+ring_attention_forward.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
