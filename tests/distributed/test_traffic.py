@@ -13,7 +13,7 @@ from tests.distributed.tiny_models import SPEC
 from tests.distributed.traffic import Traffic
 from tests.distributed.world import Worlds
 
-SIZES = SPEC.flavors["deep"]
+SIZES = SPEC.flavors["deep"]  # of every layout here
 LAYERS, DIM, FP32 = SIZES.n_layers, SIZES.dim, 4
 
 
@@ -55,15 +55,15 @@ def expect(worlds: Worlds, layout: Layout, expected: Mapping[str, tuple[int, int
 
 
 def test_fsdp(worlds: Worlds) -> None:
-    expect(worlds, Layout(dp=4), fsdp(4, 1))
-    expect(worlds, Layout(dp=2, accumulate=2), fsdp(2, 2))
+    expect(worlds, Layout(special="deep", dp=4), fsdp(4, 1))
+    expect(worlds, Layout(special="deep", dp=2, accumulate=2), fsdp(2, 2))
 
 
 def test_hsdp_sums_over_replicas_once_a_step(worlds: Worlds) -> None:
     shards = [shard_bytes(shapes, 2) for shapes in groups()]
     over_replicas = {"all_reduce": (len(shards), sum(shards))}
-    expect(worlds, Layout(dp=2, replicate=2), fsdp(2, 1) | over_replicas)
-    expect(worlds, Layout(dp=2, replicate=2, accumulate=2), fsdp(2, 2) | over_replicas)
+    expect(worlds, Layout(special="deep", dp=2, replicate=2), fsdp(2, 1) | over_replicas)
+    expect(worlds, Layout(special="deep", dp=2, replicate=2, accumulate=2), fsdp(2, 2) | over_replicas)
 
 
 def test_tensor_and_sequence_parallel(worlds: Worlds) -> None:
@@ -75,7 +75,7 @@ def test_tensor_and_sequence_parallel(worlds: Worlds) -> None:
         loss = FP32 * ROWS * SEQ_LEN
         expect(
             worlds,
-            Layout(tp=tp),
+            Layout(special="deep", tp=tp),
             {
                 "all_gather": (exchanges, exchanges * stream // tp),
                 "reduce_scatter": (exchanges, exchanges * stream),
@@ -90,7 +90,7 @@ def test_tensor_parallel_without_sequence_parallel(worlds: Worlds) -> None:
     exchanges = 2 * 2 * LAYERS + 2
     expect(
         worlds,
-        Layout(tp=2, extra=("no_enable_sequence_parallel",)),
+        Layout(special="deep", tp=2, extra=("no_enable_sequence_parallel",)),
         {"all_reduce": (exchanges + 2, exchanges * stream + loss + 2 * loss)},
     )
 
@@ -100,9 +100,9 @@ def test_pipeline(worlds: Worlds) -> None:
     microbatch = FP32 * SEQ_LEN * DIM
     crossings = {"send": (ROWS, ROWS * microbatch), "recv": (ROWS, ROWS * microbatch)}
     for rank in (0, 1):
-        expect(worlds, Layout(pp=2), crossings, rank)
+        expect(worlds, Layout(special="deep", pp=2), crossings, rank)
     crossings = {kind: (3 * count, 3 * size) for kind, (count, size) in crossings.items()}
-    expect(worlds, Layout(pp=2, extra=("pipeline_parallel_schedule=Interleaved1F1B",)), crossings)
+    expect(worlds, Layout(special="deep", pp=2, extra=("pipeline_parallel_schedule=Interleaved1F1B",)), crossings)
 
 
 def test_context_parallel(worlds: Worlds) -> None:
@@ -112,7 +112,7 @@ def test_context_parallel(worlds: Worlds) -> None:
     gathers, scatters = weights["all_gather"], weights["reduce_scatter"]
     expect(
         worlds,
-        Layout(cp=2),
+        Layout(special="deep", cp=2),
         {
             "all_gather": (gathers[0] + LAYERS, gathers[1] + LAYERS * keys_values),
             "reduce_scatter": (scatters[0] + LAYERS, scatters[1] + LAYERS * 2 * keys_values),
@@ -121,6 +121,6 @@ def test_context_parallel(worlds: Worlds) -> None:
     hops = 3 * LAYERS  # keys and values forward, the same backward, and their gradients
     expect(
         worlds,
-        Layout(cp=2, extra=("context_parallel_rotate_method=alltoall",)),
+        Layout(special="deep", cp=2, extra=("context_parallel_rotate_method=alltoall",)),
         weights | {"send": (hops, hops * keys_values), "recv": (hops, hops * keys_values)},
     )
