@@ -2,6 +2,7 @@
 
 import os
 
+import tests.distributed.tiny_models  # noqa: F401  (registers what the run's other arguments name)
 from titan.training.step import TrainStep
 
 _run = TrainStep.run

@@ -185,8 +185,6 @@ def test_an_error_on_one_rank_ends_the_job_with_its_cause(tmp_path: Path) -> Non
             "train.py",
             *arguments(tmp_path, 4),
             "--experimental.custom_import=tests.faulty_module",
-            "--model.name=llama3",
-            "--model.flavor=debugmodel",
         ]
     )
     assert result.returncode != 0
