@@ -59,10 +59,14 @@ class Layout:
             f"--parallelism.context_parallel_degree={self.cp}",
             f"--parallelism.tensor_parallel_degree={self.tp}",
             f"--parallelism.pipeline_parallel_degree={self.pp}",
-            # DTensor costs milliseconds a product on a CPU: fewer, larger microbatches where both meet.
-            f"--parallelism.pipeline_parallel_microbatch_size={2 if self.tp > 1 and self.pp > 1 and local >= 4 else 1}",
+            f"--parallelism.pipeline_parallel_microbatch_size={self._microbatch(local)}",
             *(f"--parallelism.{argument}" for argument in self.extra),
         ]
+
+    def _microbatch(self, local: int) -> int:
+        """DTensor costs milliseconds a product on a CPU: fewer, larger microbatches where tp meets pp and it may be."""
+        many = "pipeline_parallel_schedule=DualPipeV" in self.extra  # one microbatch per stage at least
+        return 2 if self.tp > 1 and self.pp > 1 and local >= 4 and not many else 1
 
     def __str__(self) -> str:
         degrees = {"pp": self.pp, "replicate": self.replicate, "shard": self.dp, "cp": self.cp, "tp": self.tp}
