@@ -73,21 +73,13 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS, ids=str)
+OTHERS = [
+    pytest.param(*pair, marks=pytest.mark.slow) for pair in itertools.permutations(LAYOUTS, 2) if pair not in PAIRS
+]
+
+
+@pytest.mark.parametrize(("before", "after"), [*PAIRS, *OTHERS], ids=str)
 def test_pp_optim_reshard(
-    worlds: Worlds,
-    straight: list[dict[str, Any]],
-    saved: dict[Layout, Path],
-    tmp_path: Path,
-    before: Layout,
-    after: Layout,
-) -> None:
-    resume(worlds, before, after, saved, tmp_path / "run", straight)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(LAYOUTS, 2)), ids=str)
-def test_every_pair_of_layouts(
     worlds: Worlds,
     straight: list[dict[str, Any]],
     saved: dict[Layout, Path],

@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from titan.config.derived import pipeline_microbatches
 from titan.config.job_config import JobConfig, Parallelism
 from titan.models.spec import Sizes, Stages
 from titan.parallelisms.parallel_dims import ParallelDims
@@ -92,8 +93,7 @@ class Pipeline:
             )
         self._first, self._last = 0 in numbers, last in numbers
         self._loss_fn: LossFunction | None = None  # of the batch under way
-        microbatches = config.training.local_batch_size // settings.pipeline_parallel_microbatch_size
-        self._schedule = _build_schedule(settings, stages, microbatches, self._loss)
+        self._schedule = _build_schedule(settings, stages, pipeline_microbatches(config), self._loss)
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         assert self._loss_fn is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -15,8 +15,10 @@ from titan.parallelisms.compile import apply_compile
 from titan.parallelisms.context import apply_context_parallel
 from titan.parallelisms.fsdp import apply_fsdp
 from titan.parallelisms.parallel_dims import ParallelDims
-from titan.parallelisms.pipeline import Pipeline
 from titan.parallelisms.tensor import Role, apply_tensor_parallel, enable_async_tensor_parallel
+
+if TYPE_CHECKING:
+    from titan.parallelisms.pipeline import Pipeline
 
 TENSOR_PLAN = {
     "tok_embeddings": Role.EMBEDDING,
@@ -73,6 +75,8 @@ def pipeline_llama(
     device: torch.device,
 ) -> Pipeline:
     """This rank's pipeline stages of a Llama, each of them parallelized."""
+    from titan.parallelisms.pipeline import Pipeline  # only a pipeline waits for torch's to be imported
+
     sizes = cast(Llama, model).sizes
     return Pipeline(
         model,
