@@ -162,7 +162,7 @@ def train(loaded: LoadedConfig) -> None:
         flops=family.flops_per_token(sizes, job.training.seq_len),
         peak_flops=measured or device.peak_flops(precision),
     )
-    train_step = TrainStep(stages, optimizer, job, dims, vocab_size=sizes.vocab_size, device=device.torch_device)
+    train_step = TrainStep(stages, optimizer, job, dims, device.torch_device)
 
     def save() -> None:
         with metrics.pause("checkpoint"):

@@ -70,7 +70,7 @@ class SmallRun:
             materialize(part, cpu)
             initialize_weights(part, config.debug.seed)
         self.optimizer = torch.optim.SGD(self.parameters(), lr=lr)
-        self.steps = TrainStep(self.stages, self.optimizer, config, self.dims, vocab_size=sizes.vocab_size, device=cpu)
+        self.steps = TrainStep(self.stages, self.optimizer, config, self.dims, cpu)
 
     @property
     def model(self) -> Any:

@@ -60,7 +60,7 @@ class Layout:
             f"--parallelism.tensor_parallel_degree={self.tp}",
             f"--parallelism.pipeline_parallel_degree={self.pp}",
             f"--parallelism.pipeline_parallel_microbatch_size={self._microbatch(local)}",
-            *(f"--parallelism.{argument}" for argument in self.extra),
+            *(f"--{'' if '.' in argument.partition('=')[0] else 'parallelism.'}{argument}" for argument in self.extra),
         ]
 
     def _microbatch(self, local: int) -> int:
@@ -82,6 +82,7 @@ def schedule(name: str, *more: str) -> tuple[str, ...]:
 
 
 RING = ("context_parallel_rotate_method=alltoall",)
+WHOLE_LOGITS = ("loss.name=cross_entropy",)  # in place of the chunked loss
 NO_SP = ("no_enable_sequence_parallel",)
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
@@ -94,7 +95,8 @@ ALONE = [
     Layout(tp=2),
     Layout(tp=4),
     Layout(tp=2, extra=NO_SP),
-    Layout(tp=2, extra=(*NO_SP, "disable_loss_parallel")),
+    Layout(tp=2, extra=(*NO_SP, *WHOLE_LOGITS, "disable_loss_parallel")),
+    Layout(tp=2, extra=WHOLE_LOGITS),
     Layout(tp=4, special="tied_deep"),
     Layout(tp=2, special="layernorm"),
     Layout(cp=2),
@@ -104,7 +106,7 @@ ALONE = [
     Layout(cp=2, extra=(*RING, "context_parallel_load_balancer=none")),
     Layout(pp=4),
     *[Layout(pp=2, extra=schedule(name)) for name in SCHEDULES],
-    Layout(pp=2, extra=("pipeline_parallel_microbatch_size=2",)),
+    Layout(pp=2, extra=("pipeline_parallel_microbatch_size=2", *WHOLE_LOGITS)),
     Layout(pp=2, extra=("module_fqns_per_model_part=" + json.dumps(BY_NAME),)),
 ]
 PAIRS = [
@@ -156,8 +158,10 @@ def follow(arguments: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def one_process(worlds: Worlds) -> dict[str, dict[str, Any]]:
+    """By flavor; with whole logits, which the chunked loss must equal."""
     flavors = ("untied", "deep", "tied_deep", "layernorm")
-    return {flavor: worlds(1).run(follow, Layout(special=flavor).arguments)[0] for flavor in flavors}
+    layouts = {flavor: Layout(special=flavor, extra=WHOLE_LOGITS) for flavor in flavors}
+    return {flavor: worlds(1).run(follow, layout.arguments)[0] for flavor, layout in layouts.items()}
 
 
 def relative(ours: list[float], theirs: list[float]) -> float:

@@ -12,6 +12,7 @@ from tests.distributed.test_matrix import ROWS, SEQ_LEN, Layout, random_batch
 from tests.distributed.tiny_models import SPEC
 from tests.distributed.traffic import Traffic
 from tests.distributed.world import Worlds
+from titan.models.layers.head import IGNORED
 
 SIZES = SPEC.flavors["deep"]  # of every layout here
 LAYERS, DIM, FP32 = SIZES.n_layers, SIZES.dim, 4
@@ -66,32 +67,38 @@ def test_hsdp_sums_over_replicas_once_a_step(worlds: Worlds) -> None:
     expect(worlds, Layout(special="deep", dp=2, replicate=2, accumulate=2), fsdp(2, 2) | over_replicas)
 
 
+def loss_traffic() -> tuple[int, int]:
+    """Bytes of three numbers per valid label, and the chunks (of eight, over all rows) that the valid ones fill."""
+    valid = int((random_batch(2)[1] != IGNORED).sum())
+    return 3 * FP32 * valid, math.ceil(valid / (ROWS * SEQ_LEN / 8))
+
+
 def test_tensor_and_sequence_parallel(worlds: Worlds) -> None:
     """Two gathers and two reduce-scatters of the stream per layer and direction; one each for embedding and head."""
     for tp in (2, 4):
         stream = FP32 * ROWS * SEQ_LEN * DIM
         exchanges = 2 * (2 * LAYERS + 1)
         norms = 2 * LAYERS + 1  # gradients of the gains, each rank having seen its part of the sequence
-        loss = FP32 * ROWS * SEQ_LEN
+        loss, chunks = loss_traffic()
         expect(
             worlds,
             Layout(special="deep", tp=tp),
             {
                 "all_gather": (exchanges, exchanges * stream // tp),
                 "reduce_scatter": (exchanges, exchanges * stream),
-                "all_reduce": (norms + 2, norms * FP32 * DIM + loss + 2 * loss),
+                "all_reduce": (norms + 2 * chunks, norms * FP32 * DIM + loss),
             },
         )
 
 
 def test_tensor_parallel_without_sequence_parallel(worlds: Worlds) -> None:
     """An all-reduce after each row product forward and before each block's columns backward; embedding; head."""
-    stream, loss = FP32 * ROWS * SEQ_LEN * DIM, FP32 * ROWS * SEQ_LEN
+    stream, (loss, chunks) = FP32 * ROWS * SEQ_LEN * DIM, loss_traffic()
     exchanges = 2 * 2 * LAYERS + 2
     expect(
         worlds,
         Layout(special="deep", tp=2, extra=("no_enable_sequence_parallel",)),
-        {"all_reduce": (exchanges + 2, exchanges * stream + loss + 2 * loss)},
+        {"all_reduce": (exchanges + 2 * chunks, exchanges * stream + loss)},
     )
 
 

@@ -155,7 +155,12 @@ def warn(config: JobConfig, world_size: int, origins: Mapping[str, str]) -> list
         origins: where each value came from, as LoadedConfig has it.
     """
     steps = resolved_steps(config, global_batch_size(config, batch_degree(config, world_size)))
-    warnings = [*_schedule_warnings(config, steps), *_pipeline_warnings(config), *_vocabulary_warnings(config)]
+    warnings = [
+        *_schedule_warnings(config, steps),
+        *_pipeline_warnings(config),
+        *_loss_warnings(config),
+        *_vocabulary_warnings(config),
+    ]
     if config.training.total_tokens is not None and origins["training.steps"] != DEFAULT:
         warnings.append(
             f"training.total_tokens = {config.training.total_tokens} decides the length of the run: {steps} steps; "
@@ -194,6 +199,22 @@ def _pipeline_warnings(config: JobConfig) -> Iterator[str]:
             f"parallelism.pipeline_parallel_degree = {ranks}: only {microbatches} microbatch(es) for as many ranks, so "
             "that most of them wait; raise training.local_batch_size or lower "
             "parallelism.pipeline_parallel_microbatch_size"
+        )
+
+
+def _loss_warnings(config: JobConfig) -> Iterator[str]:
+    settings, chunked = config.parallelism, config.loss.name == "linear_cross_entropy"
+    if settings.disable_loss_parallel and chunked and settings.tensor_parallel_degree > 1:
+        yield (
+            "parallelism.disable_loss_parallel = true changes nothing beside loss.name = 'linear_cross_entropy', which "
+            "never gathers logits; loss.name = 'cross_entropy' does"
+        )
+    forward_first = settings.pipeline_parallel_schedule in ("GPipe", "LoopedBFS")
+    if forward_first and chunked and settings.pipeline_parallel_degree > 1:
+        yield (
+            f"parallelism.pipeline_parallel_schedule = {settings.pipeline_parallel_schedule!r}: all microbatches go "
+            "forward first, and loss.name = 'linear_cross_entropy' keeps a gradient of the head's weight for each; "
+            "another schedule, or loss.name = 'cross_entropy', needs less memory where the vocabulary is large"
         )
 
 

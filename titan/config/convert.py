@@ -69,6 +69,8 @@ def type_name(hint: Any) -> str:
     _, hint = _unwrap(hint)
     if get_origin(hint) is Literal:
         return "|".join(map(str, get_args(hint)))
+    if _is_choices(hint):
+        return f"LIST OF {type_name(get_args(hint)[0])}"
     return {bool: "BOOL", int: "INT", float: "FLOAT", str: "TEXT", list[str]: "LIST"}.get(hint, "LIST OF LISTS")
 
 
@@ -82,6 +84,10 @@ def _unwrap(hint: Any) -> tuple[bool, Any]:
         (inner,) = (part for part in get_args(hint) if part is not type(None))
         return True, inner
     return False, hint
+
+
+def _is_choices(hint: Any) -> bool:
+    return get_origin(hint) is list and get_origin(get_args(hint)[0]) is Literal
 
 
 def _parse(text: str, hint: Any) -> object:
@@ -163,6 +169,8 @@ def _within(number: float, setting: Setting) -> bool:
 def _type_in_words(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(hint))
+    if _is_choices(hint):
+        return "a list with any of " + ", ".join(f'"{choice}"' for choice in get_args(get_args(hint)[0]))
     words = {
         bool: "true or false",
         int: "a whole number",

@@ -150,6 +150,19 @@ class Training:
 
 
 @dataclass
+class Loss:
+    name: Literal["linear_cross_entropy", "cross_entropy"] = setting(
+        "linear_cross_entropy",
+        "Compute the output projection and the loss chunk by chunk, so that logits never exist whole, or from whole "
+        "logits.",
+    )
+    num_chunks: int = setting(8, "Parts that linear_cross_entropy cuts a microbatch's tokens into.", minimum=1)
+    z_loss: float = setting(
+        0.0, "Weight of the squared log normaliser, which keeps logits from drifting (1e-4 in PaLM).", minimum=0
+    )
+
+
+@dataclass
 class Parallelism:
     data_parallel_replicate_degree: int = setting(
         1, "Ranks that each hold a whole copy of the (sharded) model.", minimum=1
@@ -170,7 +183,9 @@ class Parallelism:
         True, "With tensor parallelism: cut the residual stream and the norms over the sequence between products."
     )
     disable_loss_parallel: bool = setting(
-        False, "With tensor parallelism: gather whole logits instead of computing the loss on parts of the vocabulary."
+        False,
+        "With tensor parallelism and loss.name = cross_entropy: gather whole logits instead of computing the loss on "
+        "parts of the vocabulary.",
     )
     enable_async_tensor_parallel: bool = setting(
         False, "With tensor parallelism: overlap its communication with the products, piece by piece."
@@ -218,7 +233,10 @@ class Parallelism:
 
 @dataclass
 class Compile:
-    enable: bool = setting(False, "Compile every block of the model with torch.compile.")
+    enable: bool = setting(False, "Compile with torch.compile.")
+    components: list[Literal["model", "loss"]] = setting(  # noqa: RUF009  (it makes a dataclass field)
+        ["model", "loss"], "What is compiled: every block of the model, the loss."
+    )
     backend: str = setting("inductor", "torch.compile's backend.")
 
 
@@ -287,6 +305,7 @@ class JobConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
+    loss: Loss = field(default_factory=Loss)
     parallelism: Parallelism = field(default_factory=Parallelism)
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

@@ -5,7 +5,6 @@ Gradients are summed over ranks, never averaged: the loss was divided by the glo
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import cast
 
@@ -32,8 +31,6 @@ def apply_fsdp(
         # The embedding's output has the compute dtype already; casting inputs would only spoil the fp32 rotary tables.
         cast_forward_inputs=False,
     )
-    # What tensor parallelism makes of a module gives views, which FSDP warns of; nothing here changes them in place.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = parallel_dims.weights
     reshard = config.parallelism.fsdp_reshard_after_forward
     if reshard == "default" and parallel_dims.pp > 1:

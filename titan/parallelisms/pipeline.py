@@ -22,12 +22,10 @@ from torch.distributed.pipelining.schedules import (
 
 from titan.config.derived import pipeline_microbatches
 from titan.config.job_config import JobConfig, Parallelism
+from titan.models.layers.head import Labels
 from titan.models.spec import Sizes, Stages
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.parallelisms.schedules import SCHEDULES, split, stages_of_rank
-from titan.parallelisms.vocabulary import rows_of_rank
-
-LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits, labels) → scalar
 
 
 def cut(model: nn.Module, kept: Sequence[str]) -> nn.Module:
@@ -72,7 +70,7 @@ class Pipeline:
         last = len(names) - 1
         v_shaped = SCHEDULES[settings.pipeline_parallel_schedule].v_shaped
         numbers = stages_of_rank(dims.world.get_local_rank("pp"), dims.pp, len(names), v_shaped)
-        tokens, stream, logits = _microbatch_shapes(sizes, dims, config)
+        tokens, stream, loss = _microbatch_shapes(sizes, dims, config)
         self.parts: list[nn.Module] = []
         stages = []
         for number in numbers:
@@ -87,42 +85,44 @@ class Pipeline:
                     device,
                     # With shapes given, torch needn't run a batch to find them.
                     input_args=tokens if number == 0 else stream,
-                    output_args=logits if number == last else stream,
+                    output_args=loss if number == last else stream,
                     group=dims.world.get_group("pp"),
                 )
             )
         self._first, self._last = 0 in numbers, last in numbers
-        self._loss_fn: LossFunction | None = None  # of the batch under way
+        self._valid_tokens = 1  # of the step under way
         self._schedule = _build_schedule(settings, stages, pipeline_microbatches(config), self._loss)
 
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        assert self._loss_fn is not None
-        return self._loss_fn(logits, labels)
+    def _loss(self, loss_sum: torch.Tensor, _: object) -> torch.Tensor:
+        """Of a microbatch. The labels went through the last stage already."""
+        return loss_sum / self._valid_tokens
 
     def forward_backward(
         self,
         tokens: torch.Tensor,
-        labels: torch.Tensor,
+        labels: Labels,
         positions: torch.Tensor | None,
-        loss_fn: LossFunction,
+        valid_tokens: int,
         last: bool,
     ) -> torch.Tensor:
         """Add the gradients of the loss over a batch `[B, S]`, which is run in microbatches, and sum them over ranks.
 
         Args:
             positions: of the tokens, `[B, S]`.
+            valid_tokens: what the sum over this batch's labels is divided by.
             last: whether the optimizer's step comes next; a schedule reduces its gradients in any case.
 
         Returns:
             The sum of the microbatches' losses where the last stage is, zero on the other ranks.
         """
-        self._loss_fn = loss_fn
+        self._valid_tokens = valid_tokens
         losses: list[torch.Tensor] = []
         inputs = (tokens,) if self._first else ()
         self._schedule.step(
             *inputs,
             positions=positions,
-            target=labels if self._last else None,
+            labels=labels,
+            target=labels.tensor if self._last else None,
             losses=losses if self._last else None,
             return_outputs=False,
         )
@@ -134,19 +134,17 @@ class Pipeline:
 def _microbatch_shapes(
     sizes: Sizes, dims: ParallelDims, config: JobConfig
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, stream and logits of a microbatch as one rank has them, on meta."""
+    """Tokens, stream and loss of a microbatch as one rank has them, on meta."""
     settings = config.parallelism
     rows, seq_len = settings.pipeline_parallel_microbatch_size, config.training.seq_len // dims.cp
-    stream_len, vocabulary = seq_len, sizes.vocab_size
+    stream_len = seq_len
     if dims.tp > 1 and settings.enable_sequence_parallel:
         stream_len //= dims.tp
-    if dims.tp > 1 and not settings.disable_loss_parallel:
-        vocabulary = len(rows_of_rank(sizes.vocab_size, dims.tp, dims.world.get_local_rank("tp")))
     dtype = getattr(torch, config.training.mixed_precision_param)
     return (
         torch.empty(rows, seq_len, dtype=torch.int64, device="meta"),
         torch.empty(rows, stream_len, sizes.dim, dtype=dtype, device="meta", requires_grad=True),
-        torch.empty(rows, seq_len, vocabulary, dtype=dtype, device="meta", requires_grad=True),
+        torch.empty((), device="meta", requires_grad=True),
     )
 
 
@@ -154,7 +152,7 @@ def _build_schedule(
     settings: Parallelism,
     stages: list[PipelineStage],
     microbatches: int,
-    loss: LossFunction,
+    loss: Callable[[torch.Tensor, object], torch.Tensor],
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
     # scale_grads: the loss is divided by the global number of tokens already.
     if settings.pipeline_parallel_schedule_csv is not None:

@@ -46,11 +46,11 @@ class Role(Enum):
     BLOCK = auto()  # takes the stream as its first argument and needs whole sequences of it
     COLUMN = auto()  # a linear within a block whose outputs are split
     ROW = auto()  # a linear within a block whose inputs are split; gives back the stream
-    HEAD = auto()  # stream → logits; the vocabulary is split
+    HEAD = auto()  # stream → logits or loss; the vocabulary is split
 
 
 def apply_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Role], *, sequence_parallel: bool, loss_parallel: bool
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Role], *, sequence_parallel: bool
 ) -> None:
     """Split a model's weights over the ranks of `mesh`, in place. What a pipeline stage lacks is passed over.
 
@@ -58,7 +58,6 @@ def apply_tensor_parallel(
         mesh: the tp dimension.
         plan: role by module name; `*` stands for a layer's number.
         sequence_parallel: split the stream over the sequence between blocks, `[B, S/tp, D]`.
-        loss_parallel: leave logits split over the vocabulary, `[B, S, V/tp]`, rather than gather them.
     """
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     styles: dict[Role, ParallelStyle] = {
@@ -67,7 +66,7 @@ def apply_tensor_parallel(
         Role.BLOCK: _WholeSequences(stream),
         Role.COLUMN: ColwiseParallel(),
         Role.ROW: RowwiseParallel(output_layouts=stream),
-        Role.HEAD: ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1) if loss_parallel else Replicate()),
+        Role.HEAD: _VocabularyHead(stream),
     }
     for pattern, role in plan.items():
         for module in _matching(model, pattern):
@@ -159,3 +158,13 @@ class _VocabularyEmbedding(ParallelStyle):
         summands = DTensor.from_local(found * mine.unsqueeze(-1), mesh, [Partial()], run_check=False)
         # A copy, because FSDP puts hooks on what a module returns and a view could lose them.
         return summands.redistribute(placements=[self._stream]).to_local().clone()
+
+
+class _VocabularyHead(_WholeSequences):
+    """Each rank computes the logits whose rows of the weight it holds, as a DTensor; the rest is the loss's."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Linear)
+        weight = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(weight))
+        return super()._apply(module, device_mesh)

@@ -1,11 +1,11 @@
-"""Cross entropy over logits whose vocabulary is split over ranks, so that no rank ever holds a whole row of them."""
+"""Cross entropy where the vocabulary is split over ranks, so that none ever holds a whole row of logits."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+from titan.models.layers.head import IGNORED
 
 
 def rows_of_rank(vocab_size: int, ranks: int, rank: int) -> range:
@@ -14,41 +14,30 @@ def rows_of_rank(vocab_size: int, ranks: int, rank: int) -> range:
     return range(min(vocab_size, rank * share), min(vocab_size, (rank + 1) * share))
 
 
-class VocabularyParallelCrossEntropy(torch.autograd.Function):
-    """Σ −log p(label) over the labels that aren't ignored, fp32, the same on all ranks of the group.
+def split_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, z_loss: float, rows: range, group: funcol.RANK_TYPES
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cross_entropy` of titan/training/cross_entropy.py for a part of the logits; the loss is the same on all ranks.
 
     Two all-reduces of a number or two per token: the maximum, then the sum of exponentials and the label's logit.
+
+    Args:
+        logits: this rank's part, `[N, V/tp]`.
+        rows: this rank's part of the vocabulary.
+        group: the ranks that the vocabulary is split over.
+
+    Returns:
+        The sum, and its gradient for this rank's logits `[N, V/tp]`.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, rows: range, ignored: int, group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        """
-        Args:
-            logits: this rank's part, `[N, V/tp]`, any float dtype.
-            labels: `[N]`, int64, of the whole vocabulary.
-            rows: this rank's part of the vocabulary.
-            ignored: the label that counts for nothing.
-            group: the ranks that the vocabulary is split over.
-        """
-        wide = logits.float()
-        largest = wide.amax(dim=-1)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        mine = (labels >= rows.start) & (labels < rows.stop)
-        columns = (labels - rows.start).where(mine, 0).unsqueeze(-1)
-        picked = wide.gather(-1, columns).squeeze(-1).where(mine, 0.0)
-        sums = torch.stack([(wide - largest.unsqueeze(-1)).exp().sum(dim=-1), picked])
-        dist.all_reduce(sums, group=group)
-        log_normaliser = sums[0].log() + largest
-        valid = labels != ignored
-        ctx.save_for_backward(logits, log_normaliser, columns, mine, valid)
-        return (log_normaliser - sums[1]).where(valid, 0.0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        logits, log_normaliser, columns, mine, valid = ctx.saved_tensors
-        grad = (logits.float() - log_normaliser.unsqueeze(-1)).exp_()
-        grad.scatter_add_(-1, columns, -mine.unsqueeze(-1).to(grad.dtype))
-        grad *= (valid * grads[0]).unsqueeze(-1)
-        return grad.to(logits.dtype), None, None, None, None
+    logits, labels = logits.float(), labels.unsqueeze(-1)
+    largest = funcol.all_reduce(logits.amax(dim=-1, keepdim=True), "max", group)
+    mine = (labels >= rows.start) & (labels < rows.stop)
+    columns = (labels - rows.start).where(mine, 0)
+    picked = logits.gather(-1, columns).where(mine, 0.0)
+    gradient = (logits - largest).exp_()
+    sums = torch.cat([gradient.sum(dim=-1, keepdim=True), picked], dim=-1)
+    normaliser, picked = funcol.all_reduce(sums, "sum", group).split(1, dim=-1)
+    log_normaliser, valid = normaliser.log() + largest, labels != IGNORED
+    loss = ((log_normaliser - picked + z_loss * log_normaliser.square()) * valid).sum()
+    gradient *= valid * (1 + 2 * z_loss * log_normaliser) / normaliser
+    return loss, gradient.scatter_add_(-1, columns, -mine.to(gradient.dtype))

@@ -14,12 +14,13 @@ from torch import nn
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
 from titan.data.loader import Microbatch
+from titan.models.layers.head import IGNORED, Labels
 from titan.observability.logging import logger
 from titan.parallelisms.context import SequenceShards
 from titan.parallelisms.fsdp import reduce_over_replicas
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.training.gradients import clip_gradients, gradient_norm
-from titan.training.loss import IGNORED, LossSum, build_loss
+from titan.training.loss import set_loss
 
 
 class TrainingDiverged(UserError):
@@ -69,15 +70,16 @@ class Stages(Protocol):
     def forward_backward(
         self,
         tokens: torch.Tensor,
-        labels: torch.Tensor,
+        labels: Labels,
         positions: torch.Tensor | None,
-        loss_fn: LossSum,
+        valid_tokens: int,
         last: bool,
     ) -> torch.Tensor:
         """Add the gradients of the loss over a batch `[B, S]`.
 
         Args:
             positions: of the tokens, `[B, S]`; 0 … S − 1 when None.
+            valid_tokens: what the sum over this batch's labels is divided by.
             last: the optimizer's step comes next, so gradients must be reduced over all ranks.
 
         Returns:
@@ -94,15 +96,15 @@ class WholeModel:
     def forward_backward(
         self,
         tokens: torch.Tensor,
-        labels: torch.Tensor,
+        labels: Labels,
         positions: torch.Tensor | None,
-        loss_fn: LossSum,
+        valid_tokens: int,
         last: bool,
     ) -> torch.Tensor:
         """See `Stages`."""
         model = self.parts[0]
         reduce_over_replicas(model, enabled=last)
-        loss = loss_fn(model(tokens, positions), labels)
+        loss = model(tokens, positions, labels) / valid_tokens
         loss.backward()
         return loss.detach()
 
@@ -116,8 +118,6 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         config: JobConfig,
         dims: ParallelDims,
-        *,
-        vocab_size: int,
         device: torch.device,
     ) -> None:
         self._stages = stages
@@ -125,7 +125,7 @@ class TrainStep:
         self._optimizer = optimizer
         self._settings = config.training
         self._device = device
-        self._loss_sum = build_loss(config.parallelism, dims, vocab_size)
+        set_loss(stages.parts, config, dims)
         self._loss_group = dims.loss.get_group()
         self._pipeline_group = dims.world.get_group("pp") if dims.pp > 1 else None
         self._shards = None
@@ -166,18 +166,14 @@ class TrainStep:
 
     def _forward_backward(self, microbatches: Sequence[Microbatch], valid_tokens: int) -> torch.Tensor:
         """Sum the gradients of all microbatches; returns this rank's part of the loss, fp32."""
-
-        def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return self._loss_sum(logits, labels) / valid_tokens
-
         loss = torch.zeros((), device=self._device)
         for number, batch in enumerate(microbatches, start=1):
             tokens, labels, positions = self._local(batch)
-            loss += self._stages.forward_backward(tokens, labels, positions, loss_fn, last=number == len(microbatches))
+            loss += self._stages.forward_backward(tokens, labels, positions, valid_tokens, number == len(microbatches))
         return loss
 
-    def _local(self, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Tokens, labels and positions of this rank's part of the sequences, on its device."""
+    def _local(self, batch: Microbatch) -> tuple[torch.Tensor, Labels, torch.Tensor | None]:
+        """Tokens, labels and positions of this rank's part of the sequences."""
         tokens, labels, positions = batch.tokens, batch.labels, None
         rows, seq_len = tokens.shape
         if self._shards is not None:
@@ -187,7 +183,7 @@ class TrainStep:
             positions = torch.arange(seq_len).expand(rows, -1)
         if positions is not None:
             positions = positions.to(self._device, non_blocking=True)
-        return tokens.to(self._device, non_blocking=True), labels.to(self._device, non_blocking=True), positions
+        return tokens.to(self._device, non_blocking=True), Labels(labels), positions
 
     def _on_nonfinite(self, step: int, outcome: StepOutcome, local_loss: torch.Tensor) -> None:
         finite: list[bool] = [True] * dist.get_world_size()

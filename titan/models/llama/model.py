@@ -7,6 +7,7 @@ from torch import nn
 
 from titan.models.layers.attention import Attention
 from titan.models.layers.feed_forward import FeedForward
+from titan.models.layers.head import Head, Labels
 from titan.models.layers.norms import build_norm
 from titan.models.layers.rotary import RotaryEmbedding, inverse_frequencies, stretch_frequencies
 from titan.models.llama.sizes import LlamaSizes
@@ -38,7 +39,7 @@ class Llama(nn.Module):
 
     tok_embeddings: nn.Embedding | None
     norm: nn.Module | None
-    output: nn.Linear | None
+    output: Head | None
 
     def __init__(self, sizes: LlamaSizes) -> None:
         super().__init__()
@@ -56,22 +57,25 @@ class Llama(nn.Module):
         self.rotary = RotaryEmbedding(frequencies, sizes.max_seq_len)
         self.layers = nn.ModuleDict({str(layer): TransformerBlock(sizes) for layer in range(sizes.n_layers)})
         self.norm = build_norm(sizes.norm_type, sizes.dim, sizes.norm_eps)
-        self.output = nn.Linear(sizes.dim, sizes.vocab_size, bias=False)
+        self.output = Head(sizes.dim, sizes.vocab_size)
         self.tie_weights()
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Tokens `[B, S]` → logits `[B, S, V]`.
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor | None = None, labels: Labels | None = None
+    ) -> torch.Tensor:
+        """Tokens `[B, S]` → logits `[B, S, V]`, or → the sum of the labels' losses, a scalar.
 
         Args:
             x: tokens; in a pipeline stage without the embedding, the stream `[B, S, dim]`.
             positions: of the tokens, `[B, S]`; 0 … S − 1 when None.
+            labels: without them logits are returned; a stage without the head has no use for them.
         """
         h = x if self.tok_embeddings is None else self.tok_embeddings(x)
         cos, sin = self.rotary(x.shape[1], positions)
         for block in self.layers.values():
             h = block(h, cos, sin)
         h = h if self.norm is None else self.norm(h)
-        return h if self.output is None else self.output(h)
+        return h if self.output is None else self.output(h, labels)
 
     def parameter_init(self, name: str) -> Normal | Constant:
         """Initial values of the parameter of this full name.

@@ -50,7 +50,6 @@ def parallelize_llama(
             world_mesh["tp"],
             TENSOR_PLAN,
             sequence_parallel=settings.enable_sequence_parallel,
-            loss_parallel=not settings.disable_loss_parallel,
         )
         model.tie_weights()  # embedding and head were split one by one
         if settings.enable_async_tensor_parallel:
@@ -62,7 +61,7 @@ def parallelize_llama(
             settings.context_parallel_rotate_method,
             balanced=settings.context_parallel_load_balancer == "headtail",
         )
-    if job_config.compile.enable:
+    if job_config.compile.enable and "model" in job_config.compile.components:
         apply_compile(model.layers.values(), job_config.compile)
     apply_fsdp(model, fsdp_groups(model), parallel_dims, job_config)
 
