@@ -42,6 +42,7 @@ from titan.config.job_config import LRScheduler
 from titan.config.legacy import RENAMES, find_rename
 from titan.config.loader import LoadedConfig, load_and_check, load_config
 from titan.config.not_built import NOT_BUILT, NOT_BUILT_CHOICES
+from titan.estimation.memory import BlockShape, saved_bytes
 from titan.estimation.pipeline_timeline import timeline
 from titan.models.spec import model_families
 from titan.observability.metric_writers import WindowMetrics
@@ -522,6 +523,23 @@ def test_schedule_table() -> None:
         found = timeline(quoted(name)[0], p, m, v)
         assert found.bubble == formula(bubble, p=p, m=m, v=v), name
         assert found.peak_in_flight == [formula(kept, p=p, m=m, v=v, r=rank) for rank in range(p)], name
+
+
+def test_memory_table() -> None:
+    """Bytes by the closed form of Llama 3 8B; products by its sizes."""
+    sizes = model_families()["llama3"].flavors["8B"]
+    heads, kv_heads = sizes.n_heads * sizes.head_dim, sizes.n_kv_heads * sizes.head_dim
+    shape = BlockShape(1024, sizes.dim, sizes.n_heads, sizes.n_kv_heads, sizes.head_dim, sizes.ffn_dim)
+    none, full, op = (saved_bytes(mode, shape) / 1024**2 for mode in ("none", "full", "op"))
+    kept = [none, saved_bytes("none", shape, compiled=True) / 1024**2, (none + full) / 2, op, full]
+    products = 2 * heads + 2 * kv_heads + 3 * sizes.ffn_dim
+    again = ["nothing", "nothing", "50%", f"{(kv_heads + heads + sizes.ffn_dim) / products:.0%}", "100%"]
+    rows = rows_of(ROOT / "docs" / "memory.md", "Mode")
+    assert [row[2:] for row in rows] == [
+        [f"{kib:.1f}", f"{kib * 8192 * sizes.n_layers / 1024**2:.1f}", share]
+        for kib, share in zip(kept, again, strict=True)
+    ]
+    assert f"for {1 - sizes.ffn_dim / products:.0%} in place of 100%" in (ROOT / "docs" / "memory.md").read_text()
 
 
 # --- train_configs/

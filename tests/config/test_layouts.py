@@ -292,6 +292,11 @@ class TestScheduleFile:
             (GPIPE, "LAYERS=2 SCHEDULE=LoopedBFS", ["it has 2 stages, but", "layers_per_stage makes 4; legal: 4"]),
             ("1F0,1B0\n0F0,0B0\n", "BATCH=1", ["row 1 has stages 1, but rank 0 holds 0, as"]),
             (
+                "0F0,0I0,0W0\n1F0,1B0\n",
+                "BATCH=1 COMPILE=true",
+                ['beside parallelism.pipeline_parallel_schedule_csv = "s'],
+            ),
+            (
                 "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n",
                 "BATCH=1",
                 ["rank 0 holds 0 and 2", '"ZBVZeroBubble" lays them out in'],

@@ -146,7 +146,6 @@ WRONG: list[tuple[str, list[str]]] = [
     ("[parallelism]\nexpert_parallel_degree = true", ["expert parallelism isn't built yet"]),
     ("[compile]\ncomponents = ['model', 'loss']", ["compile.components", "isn't built yet"]),
     ("[training]\ncompile = 3", ["training.compile = 3 (today compile.enable)", "true or false"]),
-    ("[activation_checkpoint]\nmode = 'selective'", ["activation checkpointing isn't built yet", 'leave it at "none"']),
     ("[model]\nconverters = ['float8']", ["float8 isn't built yet"]),
     ("[model]\nconverters = ['mx']", ['the converter "mx" isn\'t offered']),
     ("[model]\nhf_assets_path = './assets'", ["model.hf_assets_path", "isn't built yet; leave it out"]),

@@ -31,6 +31,7 @@ TINY = [
     "--lr_scheduler.warmup_steps=2",
     "--metrics.log_freq=1",
     "--metrics.progress=none",
+    "--activation_checkpoint.mode=none",  # tests of something else are quicker, and count what is done once
 ]
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from titan.config import checks_parallelism, checks_pipeline
+from titan.config import checks_activation, checks_parallelism, checks_pipeline
 from titan.config.derived import batch_degree, global_batch_size, model_sizes, pipeline_microbatches, resolved_steps
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
@@ -142,6 +142,7 @@ RULES = (
     Rule(_vocabulary, ("experimental.custom_import", *_MODEL, "model.vocab_size", "model.tokenizer_path")),
     *checks_parallelism.MODEL_RULES,
     *checks_pipeline.RULES,
+    *checks_activation.RULES,
     Rule(_dataset, ("experimental.custom_import", "training.dataset"), ("training.dataset",)),
     Rule(_dataset_path, ("training.dataset", "training.dataset_path")),
     Rule(_load_step, ("checkpoint.load_step", "checkpoint.enable")),
@@ -159,6 +160,7 @@ def warn(config: JobConfig, world_size: int, origins: Mapping[str, str]) -> list
         *_schedule_warnings(config, steps),
         *_pipeline_warnings(config),
         *_loss_warnings(config),
+        *checks_activation.warnings(config),
         *_vocabulary_warnings(config),
     ]
     if config.training.total_tokens is not None and origins["training.steps"] != DEFAULT:

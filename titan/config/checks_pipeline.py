@@ -230,16 +230,24 @@ def _range(numbers: list[int]) -> str:
 _STAGE_KEYS = (*_MODEL, _DEGREE, _SCHEDULE, _CSV, _PARTS, _LAYERS, *_LESS)
 
 
-def _compile(config: JobConfig, world_size: int) -> Mistakes:
+def _splitting_schedule(config: JobConfig) -> str | None:
+    """Key and value of the pipeline's schedule, if gradients of inputs and of weights are separate passes in it."""
     settings = config.parallelism
-    if settings.pipeline_parallel_degree == 1 or not config.compile.enable or _path(config) is not None:
-        return
-    if SCHEDULES[settings.pipeline_parallel_schedule].splits_backward:
+    if settings.pipeline_parallel_degree == 1:
+        return None
+    if (schedule := _schedule_of_file(config)) is not None:
+        splits = any(action.kind in "IW" for actions in schedule.ranks for action in actions)
+        return f'{_CSV} = "{_path(config)}"' if splits else None
+    name = settings.pipeline_parallel_schedule
+    return f'{_SCHEDULE} = "{name}"' if SCHEDULES[name].splits_backward else None
+
+
+def _compile(config: JobConfig, world_size: int) -> Mistakes:
+    if config.compile.enable and (schedule := _splitting_schedule(config)):
         whole = [name for name, kind in SCHEDULES.items() if not kind.splits_backward]
         yield (
-            f'compile.enable = true beside {_SCHEDULE} = "{settings.pipeline_parallel_schedule}": a compiled block '
-            f"computes the gradients of inputs and of weights in one pass, which this schedule splits; choose "
-            f"{listed(whole)}, or leave compile.enable at false"
+            f"compile.enable = true beside {schedule}: a compiled block computes the gradients of inputs and of "
+            f"weights in one pass, which this schedule splits; choose {listed(whole)}, or leave compile.enable at false"
         )
 
 

@@ -232,6 +232,36 @@ class Parallelism:
 
 
 @dataclass
+class ActivationCheckpoint:
+    mode: Literal["none", "full", "selective", "memory_budget"] = setting(
+        "selective",
+        "What a block keeps for its backward pass: all, its input alone, some of it (selective_ac_option), or what "
+        "torch.compile chooses under memory_budget. The rest is computed again.",
+    )
+    selective_ac_option: str = setting(
+        "op",
+        "With mode = selective. op: each block keeps results that are dear to compute; a number N: every N-th layer "
+        "keeps its input alone, the others all.",
+    )
+    memory_budget: float = setting(
+        0.5,
+        "With mode = memory_budget: share of what torch.compile would keep, from 1 (as none) down to 0 (as full).",
+        minimum=0,
+        maximum=1,
+    )
+    offload: bool = setting(False, "Move what checkpointed blocks keep to host memory between forward and backward.")
+    offload_use_streams: bool = setting(True, "Copy beside the computation. Off: wait for every copy.")
+    early_stop: bool = setting(
+        False,
+        "Stop computing a block again as soon as its backward has what it needs. Selective op does so in any case.",
+    )
+    preserve_rng_state: bool = setting(True, "Draw the same random numbers when a block is computed again.")
+    determinism_check: Literal["default", "none"] = setting(
+        "default", "Check that what is computed again has the shapes, types and devices of the first time, or not."
+    )
+
+
+@dataclass
 class Compile:
     enable: bool = setting(False, "Compile with torch.compile.")
     components: list[Literal["model", "loss"]] = setting(  # noqa: RUF009  (it makes a dataclass field)
@@ -307,6 +337,7 @@ class JobConfig:
     training: Training = field(default_factory=Training)
     loss: Loss = field(default_factory=Loss)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)

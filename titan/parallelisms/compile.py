@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from titan.config.job_config import Compile
 
 
 def apply_compile(blocks: Iterable[nn.Module], settings: Compile) -> None:
-    """Compile each block in place, as one graph without breaks; equal blocks share one compiled graph.
+    """Compile each block's `forward` in place, as one graph without breaks; equal blocks share one compiled graph.
 
     A block at a time, not the whole model: FSDP's gathers lie between blocks, and compiling one of N equal blocks takes
-    an N-th of the time. The modules' names don't change.
+    an N-th of the time. `forward` rather than the module: hooks, such as FSDP's, stay outside, and so does what wraps
+    `forward` later. The modules' names don't change.
     """
     for block in blocks:
-        block.compile(backend=settings.backend, fullgraph=True)
+        block.forward = torch.compile(block.forward, backend=settings.backend, fullgraph=True)

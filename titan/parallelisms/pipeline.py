@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
+from torch.utils.checkpoint import GraphExecGroup
 
 from titan.config.derived import pipeline_microbatches
 from titan.config.job_config import JobConfig, Parallelism
@@ -43,6 +44,17 @@ def cut(model: nn.Module, kept: Sequence[str]) -> nn.Module:
         elif name not in kept and next(child.parameters(), None) is not None:
             setattr(part, name, None)
     return part
+
+
+class _Stage(PipelineStage):
+    """Where gradients of weights are a pass of their own, it computes a checkpointed block again once for all of them.
+
+    Torch asks for one weight's gradient after the other, which by itself would compute the block again for each.
+    """
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with GraphExecGroup():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
 
 class Pipeline:
@@ -72,13 +84,13 @@ class Pipeline:
         numbers = stages_of_rank(dims.world.get_local_rank("pp"), dims.pp, len(names), v_shaped)
         tokens, stream, loss = _microbatch_shapes(sizes, dims, config)
         self.parts: list[nn.Module] = []
-        stages = []
+        stages: list[PipelineStage] = []
         for number in numbers:
             part = cut(model, names[number])
             parallelize(part)
             self.parts.append(part)
             stages.append(
-                PipelineStage(
+                _Stage(
                     part,
                     number,
                     len(names),

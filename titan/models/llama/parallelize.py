@@ -11,6 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan.config.job_config import JobConfig
 from titan.models.llama import llama_stages
 from titan.models.llama.model import Llama
+from titan.parallelisms.activation_checkpoint import (
+    checkpoint_whole_blocks,
+    checkpoint_within_blocks,
+    checkpointed_blocks,
+)
+from titan.parallelisms.activation_offload import offload_activations
 from titan.parallelisms.compile import apply_compile
 from titan.parallelisms.context import apply_context_parallel
 from titan.parallelisms.fsdp import apply_fsdp
@@ -61,8 +67,13 @@ def parallelize_llama(
             settings.context_parallel_rotate_method,
             balanced=settings.context_parallel_load_balancer == "headtail",
         )
+    checkpointing = job_config.activation_checkpoint
+    checkpoint_within_blocks(model.layers, checkpointing)
     if job_config.compile.enable and "model" in job_config.compile.components:
         apply_compile(model.layers.values(), job_config.compile)
+    checkpoint_whole_blocks(model.layers, checkpointing)
+    if checkpointing.offload:
+        offload_activations(checkpointed_blocks(model.layers, checkpointing), checkpointing)
     apply_fsdp(model, fsdp_groups(model), parallel_dims, job_config)
 
 

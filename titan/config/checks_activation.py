@@ -1,0 +1,58 @@
+"""Rules of activation checkpointing and offloading, and what deserves a warning of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titan.config.derived import model_sizes
+from titan.config.job_config import JobConfig
+from titan.config.rules import Mistakes, Rule
+
+_MODE = "activation_checkpoint.mode"
+_OPTION = "activation_checkpoint.selective_ac_option"
+_OFFLOAD = "activation_checkpoint.offload"
+_MODEL = ("experimental.custom_import", "model.name", "model.flavor")
+
+
+def _option(config: JobConfig, world_size: int) -> Mistakes:
+    option, layers = config.activation_checkpoint.selective_ac_option, model_sizes(config).n_layers
+    if config.activation_checkpoint.mode != "selective" or option == "op":
+        return
+    if not option.isdecimal() or not 1 <= int(option) <= layers:
+        yield (
+            f'{_OPTION} = "{option}": expected "op", or a number N from 1 to {layers}, the layers of '
+            f"{config.model.name} {config.model.flavor}, of which every N-th is checkpointed"
+        )
+
+
+def _memory_budget(config: JobConfig, world_size: int) -> Mistakes:
+    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
+        yield (
+            f'{_MODE} = "memory_budget" needs compile.enable = true, since it is torch.compile that chooses what to '
+            'keep (it is false); without it choose "selective"'
+        )
+
+
+def _offload(config: JobConfig, world_size: int) -> Mistakes:
+    if config.activation_checkpoint.offload and config.activation_checkpoint.mode == "none":
+        yield (
+            f'{_OFFLOAD} = true moves what checkpointed blocks keep, but {_MODE} = "none" checkpoints none; '
+            f"choose selective or full, or leave {_OFFLOAD} at false"
+        )
+
+
+RULES = (
+    Rule(_option, (*_MODEL, _MODE, _OPTION), (_OPTION,)),
+    Rule(_memory_budget, (_MODE, "compile.enable")),
+    Rule(_offload, (_MODE, _OFFLOAD)),
+)
+
+
+def warnings(config: JobConfig) -> Iterator[str]:
+    """What gains nothing."""
+    if config.activation_checkpoint.offload:
+        # Torch is imported for the few who ask for this: only it knows the device.
+        from titan.observability.device import find_device
+
+        if find_device().type == "cpu":
+            yield f"{_OFFLOAD} = true: a CPU's memory is the host's, so tensors are copied and no memory is saved"
