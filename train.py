@@ -66,9 +66,10 @@ def train(loaded: LoadedConfig) -> None:
     from titan.observability.plan import describe_run, describe_text
     from titan.parallelisms.parallel_dims import ParallelDims
     from titan.parallelisms.process_group import set_timeout, start_process_group
-    from titan.training.initialize import initialize_weights, materialize
+    from titan.training.initialize import initialize_weights, materialize, set_weight_dtype
     from titan.training.lr_schedule import lr_factor
     from titan.training.optimizer import build_optimizer, set_lr
+    from titan.training.optimizer_groups import plan_updates
     from titan.training.reproducibility import seed_step, set_determinism
     from titan.training.step import Stages, TrainStep, WholeModel, count_valid_tokens
 
@@ -109,8 +110,10 @@ def train(loaded: LoadedConfig) -> None:
     family, sizes = model_families()[job.model.name], model_sizes(job)
     with torch.device("meta"):
         model = family.build(sizes)
+    set_weight_dtype(model, getattr(torch, job.training.dtype))
     if job.model.print_model:
         logger.info(model)
+    updates = plan_updates(job, model)
     stages: Stages
     if dims.pp > 1:
         assert family.pipeline is not None  # config/checks.py
@@ -119,8 +122,8 @@ def train(loaded: LoadedConfig) -> None:
         family.parallelize(model, dims.world, dims, job)
         stages = WholeModel(model)
     for part in stages.parts:
-        materialize(part, device.torch_device)
-    optimizer = build_optimizer(job.optimizer, [named for part in stages.parts for named in part.named_parameters()])
+        materialize(part, device.torch_device, weights_on_cpu=job.training.enable_cpu_offload)
+    optimizer = build_optimizer(job, updates, stages.parts)
 
     # 4. From where: this run's newest checkpoint, or initial weights.
     dump_folder = Path(job.job.dump_folder)

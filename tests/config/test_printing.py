@@ -11,8 +11,8 @@ import pytest
 
 from tests.config.conftest import Load
 from titan.config.convert import convert
-from titan.config.fields import Setting, all_settings, build
-from titan.config.job_config import JobConfig
+from titan.config.fields import Setting, all_settings, build, keys_of, table_of
+from titan.config.job_config import JobConfig, ParameterGroup
 from titan.config.loader import load_config
 from titan.config.toml_text import to_toml, toml_value
 
@@ -41,6 +41,11 @@ def some_value(setting: Setting, draw: random.Random) -> Any:
         return draw.random() < 0.5
     if hint is str:
         return draw.choice(TEXTS)
+    if (table := table_of(hint)) is not None:
+        keys = keys_of(table).values()
+        return [table(**{key.name: some_value(key, draw) for key in keys}) for _ in range(draw.randrange(3))]
+    if get_origin(hint) is list and get_origin(get_args(hint)[0]) is Literal:
+        return draw.choices(get_args(get_args(hint)[0]), k=draw.randrange(3))
     if hint == list[list[str]]:
         return [draw.choices(TEXTS, k=draw.randrange(3)) for _ in range(draw.randrange(3))]
     low = setting.minimum or 0
@@ -66,6 +71,19 @@ def test_texts_in_lists(text: str) -> None:
 
     for value in ([text, text], [[text], []]):
         assert tomli.loads(f"x = {toml_value(value)}")["x"] == value
+
+
+def test_tables_in_lists(load: Load) -> None:
+    groups = '[[optimizer.groups]]\npattern = "*"\nlr_factor = 2\n[[optimizer.groups]]\npattern = "a]\\"b"'
+    loaded = load_config_text(groups)
+    assert loaded.optimizer.groups == [ParameterGroup("*", 2.0, None), ParameterGroup('a]"b', 1.0, None)]
+    lines = to_toml(loaded, {}).splitlines()
+    assert 'groups = [{pattern = "*", lr_factor = 2.0}, {pattern = "a]\\"b", lr_factor = 1.0}]' in lines
+
+
+def load_config_text(text: str) -> JobConfig:
+    Path("tables.toml").write_text(text, encoding="utf-8")
+    return load_config(["--job.config_file", "tables.toml"]).config
 
 
 def test_origins_and_unset_values_are_comments(load: Load) -> None:

@@ -93,8 +93,14 @@ WRONG: list[tuple[str, list[str]]] = [
     ("--optimizer.name adamw", ["--optimizer.name adamw", 'did you mean "AdamW"?']),
     ("--lr_scheduler.decay_type cos", ["--lr_scheduler.decay_type", '"linear", "sqrt", "cosine"']),
     ("[model]\nnorm_type = 5", ["model.norm_type = 5", '"rmsnorm"']),
-    ('[optimizer]\nname = "Muon"', ["optimizer.name", "Muon isn't built yet"]),
     ("--training.dataset tokens", ["--training.dataset tokens", "token files aren't built yet"]),
+    (
+        "[compile]\ncomponents = ['model', 'optimiser']",
+        ["compile.components", 'a list of "model", "loss", "optimizer"; did you mean "optimizer"?'],
+    ),
+    ('--compile.components ["model"', ["compile.components", 'a list of "model", "loss", "optimizer"']),
+    ("--compile.components model,losses", ["compile.components model,losses", 'did you mean "loss"?']),
+    ("[compile]\ncomponents = 'model'", ["compile.components", 'a list of "model", "loss", "optimizer"']),
     # bounds
     ("[training]\nseq_len = 0", ["training.seq_len = 0", "at least 1"]),
     ("[training]\nlocal_batch_size = -1", ["training.local_batch_size = -1", "at least 1"]),
@@ -144,7 +150,6 @@ WRONG: list[tuple[str, list[str]]] = [
     ),
     ("--parallelism.expert_parallel_degree 2", ["expert parallelism isn't built yet; leave it at 1"]),
     ("[parallelism]\nexpert_parallel_degree = true", ["expert parallelism isn't built yet"]),
-    ("[compile]\ncomponents = ['model', 'loss']", ["compile.components", "isn't built yet"]),
     ("[training]\ncompile = 3", ["training.compile = 3 (today compile.enable)", "true or false"]),
     ("[model]\nconverters = ['float8']", ["float8 isn't built yet"]),
     ("[model]\nconverters = ['mx']", ['the converter "mx" isn\'t offered']),

@@ -18,7 +18,9 @@ from titan.config.loader import LoadedConfig, load_and_check
 from titan.data.loader import Microbatch
 from titan.models.spec import model_families
 from titan.parallelisms.parallel_dims import ParallelDims
-from titan.training.initialize import initialize_weights, materialize
+from titan.training.initialize import initialize_weights, materialize, set_weight_dtype
+from titan.training.optimizer import Optimizer, build_optimizer
+from titan.training.optimizer_groups import plan_updates
 from titan.training.step import Stages, StepOutcome, TrainStep, WholeModel, count_valid_tokens
 
 TINY = [
@@ -51,9 +53,13 @@ def read_metrics(loaded: LoadedConfig) -> list[dict[str, Any]]:
 
 
 class SmallRun:
-    """A tiny model in a layout, with SGD and any gradient policy, for steps on microbatches made by hand."""
+    """A tiny model in a layout, with SGD and any gradient policy, for steps on microbatches made by hand.
 
-    def __init__(self, *arguments: str, lr: float = 0.1) -> None:
+    Args:
+        lr: of SGD; None takes the config's own optimizer.
+    """
+
+    def __init__(self, *arguments: str, lr: float | None = 0.1) -> None:
         self.config = config = load_and_check([*TINY, *arguments], dist.get_world_size()).config
         self.dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
         self.dims.build()
@@ -61,6 +67,8 @@ class SmallRun:
         cpu = torch.device("cpu")
         with torch.device("meta"):
             model = family.build(sizes)
+        set_weight_dtype(model, getattr(torch, config.training.dtype))
+        updates = plan_updates(config, model)
         self.stages: Stages
         if self.dims.pp > 1:
             self.stages = family.pipeline(model, self.dims.world, self.dims, config, cpu)
@@ -68,9 +76,13 @@ class SmallRun:
             family.parallelize(model, self.dims.world, self.dims, config)
             self.stages = WholeModel(model)
         for part in self.stages.parts:
-            materialize(part, cpu)
+            materialize(part, cpu, weights_on_cpu=config.training.enable_cpu_offload)
             initialize_weights(part, config.debug.seed)
-        self.optimizer = torch.optim.SGD(self.parameters(), lr=lr)
+        self.optimizer: Optimizer
+        if lr is None:
+            self.optimizer = build_optimizer(config, updates, self.stages.parts)
+        else:
+            self.optimizer = torch.optim.SGD(self.parameters(), lr=lr)
         self.steps = TrainStep(self.stages, self.optimizer, config, self.dims, cpu)
 
     @property

@@ -35,6 +35,7 @@ from titan.checkpoint.tensor_files import files_written_by, read_tensors, stored
 from titan.config.errors import UserError
 from titan.config.job_config import Checkpoint
 from titan.observability.logging import logger
+from titan.training.optimizer import Optimizer
 
 # A rank may wait this long for the slowest one's share of a save or of a check.
 _TIME_LIMIT = timedelta(hours=1)
@@ -49,7 +50,7 @@ class CheckpointManager:
         dump_folder: Path,
         *,
         model_parts: Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         config_toml: str,
         layout: Mapping[str, int],
     ) -> None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from titan.config.errors import UserError
 from titan.observability.logging import logger
+
+if TYPE_CHECKING:
+    from titan.training.optimizer import Optimizer
 
 # Modules that torch.compile and activation checkpointing put around another one.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -32,7 +35,7 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def training_tensors(model_parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def training_tensors(model_parts: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """All tensors that a resume needs: `model.<name>` and `optimizer.<name>.<key>`, such as `….exp_avg`.
 
     A tied weight appears once, under its first name. State that the optimizer hasn't made yet is made.
@@ -45,12 +48,13 @@ def training_tensors(model_parts: Sequence[nn.Module], optimizer: torch.optim.Op
     names = {id(tensor): name for name, tensor in named.items()}
     tensors = {f"model.{name}": tensor.detach() for name, tensor in named.items()}
     make_optimizer_state(optimizer)
+    state = optimizer.state
     for parameter in _parameters(optimizer):
         if id(parameter) not in names:
             raise ValueError(
                 f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that no model part has"
             )
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in state.get(parameter, {}).items():
             name = f"optimizer.{names[id(parameter)]}.{key}"
             if value is not None:
                 tensors[name] = _tensor(name, value).detach()
@@ -81,14 +85,14 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
     return value
 
 
-def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+def make_optimizer_state(optimizer: Optimizer) -> None:
     """Give each trained parameter without state the state that it has before its first step, all zeros for Adam.
 
     It is made by the optimizer itself, in a step that leaves every weight as it is, bit for bit, and every state that
     exists already.
     """
-    parameters = _parameters(optimizer)
-    fresh = [parameter for parameter in parameters if parameter.requires_grad and parameter not in optimizer.state]
+    parameters, state = _parameters(optimizer), optimizer.state
+    fresh = [parameter for parameter in parameters if parameter.requires_grad and parameter not in state]
     if not fresh:
         return
     gradients = [parameter.grad for parameter in parameters]
@@ -98,20 +102,21 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = torch.zeros_like(parameter)
     with _harmless(optimizer):
         optimizer.step()
+    state = optimizer.state
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     for parameter in fresh:
-        for value in optimizer.state.get(parameter, {}).values():
+        for value in state.get(parameter, {}).values():
             if isinstance(value, torch.Tensor):
                 value.zero_()  # the count of steps is 1 now
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @contextmanager
-def _harmless(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _harmless(optimizer: Optimizer) -> Iterator[None]:
     """Settings with which a step on zero gradients changes no weight; eps = 0 would divide zero by zero."""
     harmless = {"lr": 0.0, "weight_decay": 0.0, "eps": 1.0}
     saved = [{key: group[key] for key in harmless if key in group} for group in optimizer.param_groups]

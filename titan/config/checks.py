@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from titan.config import checks_activation, checks_parallelism, checks_pipeline
+from titan.config import checks_activation, checks_optimizer, checks_parallelism, checks_pipeline
 from titan.config.derived import batch_degree, global_batch_size, model_sizes, pipeline_microbatches, resolved_steps
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
@@ -143,6 +143,7 @@ RULES = (
     *checks_parallelism.MODEL_RULES,
     *checks_pipeline.RULES,
     *checks_activation.RULES,
+    *checks_optimizer.RULES,
     Rule(_dataset, ("experimental.custom_import", "training.dataset"), ("training.dataset",)),
     Rule(_dataset_path, ("training.dataset", "training.dataset_path")),
     Rule(_load_step, ("checkpoint.load_step", "checkpoint.enable")),
@@ -162,6 +163,7 @@ def warn(config: JobConfig, world_size: int, origins: Mapping[str, str]) -> list
         *_loss_warnings(config),
         *checks_activation.warnings(config),
         *_vocabulary_warnings(config),
+        *checks_optimizer.warnings(config, origins),
     ]
     if config.training.total_tokens is not None and origins["training.steps"] != DEFAULT:
         warnings.append(

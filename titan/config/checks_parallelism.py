@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from titan.config.derived import model_sizes
+from titan.config.derived import compiles, model_sizes
 from titan.config.job_config import JobConfig
 from titan.config.rules import Mistakes, Rule, divisors, listed, listed_near, nearest_multiples
 from titan.models.spec import model_families
@@ -114,8 +114,10 @@ def _async_tensor_parallel(config: JobConfig, world_size: int) -> Mistakes:
     lacking = []
     if (tp := config.parallelism.tensor_parallel_degree) == 1:
         lacking.append(f"{_TP} > 1 (it is {tp})")
-    if not config.compile.enable:
-        lacking.append("compile.enable = true, since it is torch.compile that overlaps (it is false)")
+    if not compiles(config, "model"):
+        lacking.append(
+            'compile.enable = true with "model" in compile.components, since it is torch.compile that overlaps'
+        )
     if (device := find_device()).type == "cpu":
         lacking.append(f"GPUs with symmetric memory (this machine computes on {device.name})")
     if lacking:
@@ -135,5 +137,8 @@ MODEL_RULES = (
     Rule(_tensor_parallel, (*_MODEL, *_parallelism(_TP)), _parallelism(_TP)),
     Rule(_vocabulary, (*_MODEL, "model.vocab_size", *_parallelism(_TP))),
     Rule(_sequence, (*_MODEL, "training.seq_len", *_parallelism(*_SEQUENCE_KEYS))),
-    Rule(_async_tensor_parallel, ("compile.enable", *_parallelism(_TP, "enable_async_tensor_parallel"))),
+    Rule(
+        _async_tensor_parallel,
+        ("compile.enable", "compile.components", *_parallelism(_TP, "enable_async_tensor_parallel")),
+    ),
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from titan.config.derived import model_sizes, model_stages, pipeline_microbatches
+from titan.config.derived import compiles, model_sizes, model_stages, pipeline_microbatches
 from titan.config.job_config import JobConfig
 from titan.config.nearest import did_you_mean, nearest
 from titan.config.rules import Mistakes, Rule, divisors, listed, listed_near, nearest_multiples
@@ -243,7 +243,7 @@ def _splitting_schedule(config: JobConfig) -> str | None:
 
 
 def _compile(config: JobConfig, world_size: int) -> Mistakes:
-    if config.compile.enable and (schedule := _splitting_schedule(config)):
+    if compiles(config, "model") and (schedule := _splitting_schedule(config)):
         whole = [name for name, kind in SCHEDULES.items() if not kind.splits_backward]
         yield (
             f"compile.enable = true beside {schedule}: a compiled block computes the gradients of inputs and of "
@@ -259,6 +259,6 @@ RULES = (
     Rule(_file_stages, _STAGE_KEYS),
     Rule(_microbatch_size, (_DEGREE, _MICROBATCH, _LOCAL), (_MICROBATCH,)),
     Rule(_microbatches, (_DEGREE, _SCHEDULE, _CSV, _MICROBATCH, _LOCAL)),
-    Rule(_compile, (_DEGREE, _SCHEDULE, _CSV, "compile.enable")),
+    Rule(_compile, (_DEGREE, _SCHEDULE, _CSV, "compile.enable", "compile.components")),
     Rule(_file_microbatches, (_DEGREE, _CSV, _MICROBATCH, _LOCAL)),
 )

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import math
 import types
-from collections.abc import Callable
-from decimal import Decimal, InvalidOperation
+from dataclasses import MISSING
 from typing import Any, Literal, Union, get_args, get_origin
 
-from titan.config.fields import Setting
+from titan.config.fields import Setting, keys_of, table_of
 from titan.config.nearest import nearest
+from titan.config.parse_text import PARSERS, Mismatch, parse
+from titan.config.toml_text import shown
 
 LARGEST_INT = 2**63 - 1  # of int64, which torch keeps numbers in
 
 
 class WrongValue(ValueError):
     """The value doesn't fit; the text says what was expected."""
+
+
+class WrongTables(WrongValue):
+    """Tables of a list don't fit.
+
+    Attributes:
+        mistakes: a text for each, such as `table 2: lr_factor = "x": expected a finite number`.
+    """
+
+    def __init__(self, mistakes: list[str]) -> None:
+        super().__init__("; ".join(mistakes))
+        self.mistakes = mistakes
 
 
 class Bare:
@@ -34,7 +46,7 @@ def convert(value: object, setting: Setting, *, from_text: bool) -> Any:
         from_text: it is from the command line.
 
     Raises:
-        WrongValue: it has another type, isn't one of the choices, or is out of bounds.
+        WrongValue: it has another type, isn't one of the choices, or is out of bounds; WrongTables in a list of tables.
     """
     optional, hint = _unwrap(setting.hint)
     if optional and value == "":
@@ -44,12 +56,51 @@ def convert(value: object, setting: Setting, *, from_text: bool) -> Any:
             raise WrongValue(f"needs a value: expected {expected(setting)}")
         return True
     try:
-        result = _typed(_parse(value, hint) if from_text and isinstance(value, str) else value, hint)
-    except _Mismatch:
-        raise WrongValue(f"expected {expected(setting)}{_fix(value, hint, from_text)}") from None
+        result = _typed(parse(value, hint) if from_text and isinstance(value, str) else value, hint)
+    except Mismatch as error:
+        wrong, wanted = error.args or (value, hint)
+        raise WrongValue(f"expected {expected(setting)}{_fix(wrong, wanted, from_text)}") from None
     if isinstance(result, (int, float)) and not isinstance(result, bool) and not _within(result, setting):
         raise WrongValue(f"expected {expected(setting)}")
+    if (table := table_of(hint)) is not None:
+        return _tables(result, table)
     return result
+
+
+def _tables(given: list[dict[str, object]], table: type) -> list[Any]:
+    """Each table as the dataclass, or all mistakes of all of them."""
+    mistakes: list[str] = []
+    made = []
+    for number, entries in enumerate(given, start=1):
+        values, wrong = _keys(entries, keys_of(table))
+        mistakes += [f"table {number}: {mistake}" for mistake in wrong]
+        if not wrong:
+            made.append(table(**values))
+    if mistakes:
+        raise WrongTables(mistakes)
+    return made
+
+
+def _keys(entries: dict[str, object], known: dict[str, Setting]) -> tuple[dict[str, Any], list[str]]:
+    """The values of one table by key, and its mistakes."""
+    values: dict[str, Any] = {}
+    mistakes = []
+    doubtful = set(entries)  # a key that is there in another spelling isn't missing
+    for name, value in entries.items():
+        if name not in known:
+            found = nearest(name, known)
+            doubtful.add(found or "")
+            fix = f"did you mean {found}?" if found else f"the keys are {', '.join(known)}"
+            mistakes.append(f"{name} = {shown(value)}: no such key; {fix}")
+            continue
+        try:
+            values[name] = convert(value, known[name], from_text=False)
+        except WrongValue as error:
+            mistakes.append(f"{name} = {shown(value)}: {error}")
+    for name, setting in known.items():
+        if setting.default is MISSING and name not in doubtful:
+            mistakes.append(f"{name} is missing")
+    return values, mistakes
 
 
 def expected(setting: Setting) -> str:
@@ -69,13 +120,11 @@ def type_name(hint: Any) -> str:
     _, hint = _unwrap(hint)
     if get_origin(hint) is Literal:
         return "|".join(map(str, get_args(hint)))
-    if _is_choices(hint):
-        return f"LIST OF {type_name(get_args(hint)[0])}"
-    return {bool: "BOOL", int: "INT", float: "FLOAT", str: "TEXT", list[str]: "LIST"}.get(hint, "LIST OF LISTS")
-
-
-class _Mismatch(Exception):
-    """Not of the type; the caller knows the words."""
+    if table_of(hint) is not None:
+        return "TABLES"
+    if hint == list[list[str]]:
+        return "LIST OF LISTS"
+    return {bool: "BOOL", int: "INT", float: "FLOAT", str: "TEXT"}.get(hint, "LIST")
 
 
 def _unwrap(hint: Any) -> tuple[bool, Any]:
@@ -86,68 +135,21 @@ def _unwrap(hint: Any) -> tuple[bool, Any]:
     return False, hint
 
 
-def _is_choices(hint: Any) -> bool:
-    return get_origin(hint) is list and get_origin(get_args(hint)[0]) is Literal
-
-
-def _parse(text: str, hint: Any) -> object:
-    """The command line's text as a value of TOML's kind."""
-    if get_origin(hint) is list:
-        return _parse_list(text)
-    parser = _PARSERS.get(hint)
-    return parser(text.strip()) if parser else text
-
-
-def _parse_bool(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise _Mismatch
-    return text.lower() == "true"
-
-
-def _parse_int(text: str) -> int:
-    try:
-        number = Decimal(text)
-    except InvalidOperation:
-        raise _Mismatch from None
-    # The exponent is looked at first: 1e999999999 would be an int that fills the memory.
-    if not number.is_finite() or number.adjusted() > 30 or number != number.to_integral_value():
-        raise _Mismatch
-    return int(number)
-
-
-def _parse_float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise _Mismatch from None
-
-
-def _parse_list(text: str) -> object:
-    if not text.lstrip().startswith("["):
-        return [part.strip() for part in text.split(",")] if text.strip() else []
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise _Mismatch from None
-
-
-_PARSERS: dict[Any, Callable[[str], object]] = {bool: _parse_bool, int: _parse_int, float: _parse_float}
-
-
 def _typed(value: object, hint: Any) -> Any:
     """The value checked against the type; an int is widened to a float, nothing else changes its type."""
     if get_origin(hint) is list:
+        inner = get_args(hint)[0] if table_of(hint) is None else dict
         if not isinstance(value, list):
-            raise _Mismatch
-        return [_typed(item, get_args(hint)[0]) for item in value]
+            raise Mismatch
+        return [_typed(item, inner) for item in value]
     if get_origin(hint) is Literal:
         if value not in get_args(hint) or not isinstance(value, str):
-            raise _Mismatch
+            raise Mismatch(value, hint)
         return value
     if hint is float and type(value) is int and abs(value) <= LARGEST_INT:
         return float(value)
     if type(value) is not hint or not _representable(value):
-        raise _Mismatch
+        raise Mismatch
     return value
 
 
@@ -169,8 +171,10 @@ def _within(number: float, setting: Setting) -> bool:
 def _type_in_words(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(hint))
-    if _is_choices(hint):
-        return "a list with any of " + ", ".join(f'"{choice}"' for choice in get_args(get_args(hint)[0]))
+    if get_origin(hint) is list and get_origin(inner := get_args(hint)[0]) is Literal:
+        return "a list of " + ", ".join(f'"{choice}"' for choice in get_args(inner))
+    if table_of(hint) is not None:
+        return "a list of tables"
     words = {
         bool: "true or false",
         int: "a whole number",
@@ -186,10 +190,12 @@ def _fix(value: object, hint: Any, from_text: bool) -> str:
     if get_origin(hint) is Literal:
         found = nearest(str(value), get_args(hint))
         return f'; did you mean "{found}"?' if found else ""
-    if isinstance(value, str) and not from_text and hint in _PARSERS:
+    if table_of(hint) is not None and isinstance(value, dict):
+        return "; write its name in double brackets, [[ ]]"
+    if isinstance(value, str) and not from_text and hint in PARSERS:
         try:
-            _typed(_parse(value, hint), hint)
-        except _Mismatch:
+            _typed(parse(value, hint), hint)
+        except Mismatch:
             return ""
         return f"; write {value} without quotes"
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from titan.config.job_config import JobConfig
 from titan.models.spec import Stages, model_families
@@ -43,6 +43,16 @@ def resolved_steps(config: JobConfig, global_batch: int) -> int:
     return (
         config.training.steps if total_tokens is None else -(-total_tokens // (global_batch * config.training.seq_len))
     )
+
+
+def compiles(config: JobConfig, component: Literal["model", "loss", "optimizer"]) -> bool:
+    """Whether a part of the run goes through torch.compile."""
+    return config.compile.enable and component in config.compile.components
+
+
+def state_dtype(config: JobConfig) -> str:
+    """The type of the optimizer's moments."""
+    return config.optimizer.state_dtype or config.training.dtype
 
 
 def model_sizes(config: JobConfig) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from titan.config.job_config import JobConfig
 
@@ -47,6 +47,17 @@ class Setting:
 def all_settings() -> dict[str, Setting]:
     """Every setting by its key, in the order of job_config.py; a section's own fields before its nested sections'."""
     return {setting.key: setting for setting in _walk(JobConfig, "")}
+
+
+def table_of(hint: Any) -> type | None:
+    """The dataclass of each table, when a type is a list of tables; else None."""
+    (inner,) = get_args(hint) if get_origin(hint) is list else (None,)
+    return inner if dataclasses.is_dataclass(inner) else None  # type: ignore[return-value]
+
+
+def keys_of(table: type) -> dict[str, Setting]:
+    """The keys of a table of a list, by name. A key without a default has MISSING there: each table must have it."""
+    return {setting.key: setting for setting in _walk(table, "")}
 
 
 def sections() -> list[str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING
 from pathlib import Path
 
 from titan.config.convert import type_name
-from titan.config.fields import Setting, all_settings, sections
+from titan.config.fields import Setting, all_settings, keys_of, sections, table_of
 from titan.config.toml_text import shown
 
 _WIDTH = 100
@@ -21,7 +23,8 @@ Every setting has a default; a TOML file overrides the defaults, the command lin
   --section.flag           true; also --section.flag=true, --section.flag true
   --section.no_flag        false; also --section.flag=false, --section.flag false
   --section.field=         leaves an optional setting unset
-  lists                    a,b or ["a", "b"]"""
+  lists                    a,b or ["a", "b"]
+  lists of tables          [{{"key": "value"}}], or [[section.field]] in a file"""
 
 
 def help_text() -> str:
@@ -35,7 +38,19 @@ def help_text() -> str:
 
 def _entry(setting: Setting) -> str:
     head = f"  --{setting.key} {type_name(setting.hint)} (default: {shown(setting.default)}{_bounds(setting)})"
-    return head + "\n" + textwrap.fill(setting.meaning, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join([head, _filled(setting.meaning, 6), *_keys(setting)])
+
+
+def _keys(setting: Setting) -> Iterator[str]:
+    """The keys of each table, for a setting that is a list of tables."""
+    table = table_of(setting.hint)
+    for key in keys_of(table).values() if table else ():
+        default = "needed" if key.default is MISSING else f"default: {shown(key.default)}"
+        yield _filled(f"{key.name} {type_name(key.hint)} ({default}{_bounds(key)}): {key.meaning}", 8)
+
+
+def _filled(text: str, indent: int) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent=" " * indent, subsequent_indent=" " * indent)
 
 
 def _bounds(setting: Setting) -> str:

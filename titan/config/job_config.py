@@ -4,7 +4,7 @@ These dataclasses are the only place for names, types, defaults and simple bound
 TOML files and the command line, `--help` and `--job.print_config` print them. Rules that span fields are in checks.py.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
 
@@ -20,7 +20,8 @@ def setting(
     """A dataclass field with its documentation and its bounds.
 
     Args:
-        default: the value when neither a file nor the command line gives one.
+        default: the value when neither a file nor the command line gives one; MISSING for a key that each table of a
+            list of tables must have.
         meaning: one sentence for `--help`.
         minimum, maximum: inclusive bounds of a number.
         also: values outside the bounds that have a meaning of their own (such as -1).
@@ -63,8 +64,21 @@ class Model:
 
 
 @dataclass
+class ParameterGroup:
+    """One of the tables [[optimizer.groups]]."""
+
+    pattern: str = setting(
+        MISSING, 'Parameters by full name, such as "*.attention.wq.weight"; * stands for any text, ? for a character.'
+    )
+    lr_factor: float = setting(1.0, "Their learning rate is that of the schedule times this.", minimum=0)
+    weight_decay: float | None = setting(None, "Their weight decay (unset: as for parameters of no group).", minimum=0)
+
+
+@dataclass
 class Optimizer:
-    name: Literal["Adam", "AdamW"] = setting("AdamW", "Optimizer.")
+    name: Literal["Adam", "AdamW", "Muon"] = setting(
+        "AdamW", "Optimizer; Muon is for the matrices of the layers, with AdamW for everything else."
+    )
     lr: float = setting(8e-4, "Peak learning rate.", minimum=0)
     beta1: float = setting(0.9, "Decay of the first moment.", minimum=0, maximum=1)
     beta2: float = setting(0.95, "Decay of the second moment.", minimum=0, maximum=1)
@@ -75,6 +89,16 @@ class Optimizer:
     )
     implementation: Literal["fused", "foreach", "for-loop"] = setting(
         "fused", "How the optimizer runs over the parameters; all three give the same weights."
+    )
+    state_dtype: Literal["float32", "bfloat16"] | None = setting(
+        None, "Type in which the optimizer's moments are kept (unset: training.dtype)."
+    )
+    early_step_in_backward: bool = setting(
+        False,
+        "Update each parameter during the backward pass, as soon as its gradient is there, and free the gradient.",
+    )
+    groups: list[ParameterGroup] = setting(  # noqa: RUF009  (it makes a dataclass field)
+        [], "Parameters with a learning rate or a weight decay of their own; the first group that fits a name has it."
     )
 
 
@@ -131,11 +155,17 @@ class Training:
         None, "Length of the run in tokens, instead of steps; rounded up to whole steps.", minimum=1
     )
     max_norm: float = setting(1.0, "Clip the gradient's norm to this; 0 clips nothing. Logged either way.", minimum=0)
+    dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "Type in which weights, their gradients and the optimizer's state are kept."
+    )
     mixed_precision_param: Literal["bfloat16", "float16", "float32"] = setting(
-        "bfloat16", "Type of weights and activations in forward and backward; weights are kept in float32."
+        "bfloat16", "Type of weights and activations in forward and backward; weights are kept in training.dtype."
     )
     mixed_precision_reduce: Literal["float32", "bfloat16", "float16"] = setting(
         "float32", "Type in which gradients are summed over ranks."
+    )
+    enable_cpu_offload: bool = setting(
+        False, "Keep weights, gradients and optimizer state in the CPU's memory; the optimizer then runs there."
     )
     nonfinite: Literal["stop", "skip"] = setting(
         "stop", "When the loss or the gradient norm isn't finite: end the run, or leave out the step."
@@ -263,9 +293,9 @@ class ActivationCheckpoint:
 
 @dataclass
 class Compile:
-    enable: bool = setting(False, "Compile with torch.compile.")
-    components: list[Literal["model", "loss"]] = setting(  # noqa: RUF009  (it makes a dataclass field)
-        ["model", "loss"], "What is compiled: every block of the model, the loss."
+    enable: bool = setting(False, "Compile what compile.components names with torch.compile.")
+    components: list[Literal["model", "loss", "optimizer"]] = setting(  # noqa: RUF009  (it makes a dataclass field)
+        ["model", "loss"], "What is compiled: every block of the model, the loss, the optimizer's arithmetic."
     )
     backend: str = setting("inductor", "torch.compile's backend.")
 

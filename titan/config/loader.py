@@ -12,7 +12,7 @@ from typing import Any
 
 from titan.config import checks
 from titan.config.command_line import read_command_line, wants_help
-from titan.config.convert import BARE, WrongValue, convert
+from titan.config.convert import BARE, WrongTables, WrongValue, convert
 from titan.config.errors import ConfigError
 from titan.config.fields import all_settings, build
 from titan.config.given import Given
@@ -134,7 +134,8 @@ class _Reading:
             except WrongValue as error:
                 today = todays_key(given.key)
                 renamed = "" if today == given.key else f" (today {today})"
-                self._report(f"{given}{renamed}: {error}", today)
+                for mistake in _mistakes(given, renamed, error):
+                    self._report(mistake, today)
                 continue
             self.values[key], self.origins[key] = value, given.origin
 
@@ -173,6 +174,13 @@ class _Reading:
         if warning and given.key not in self._renamed:
             self._renamed.add(given.key)
             self.warnings.append(warning)
+
+
+def _mistakes(given: Given, renamed: str, error: WrongValue) -> list[str]:
+    """A text per mistake. Tables are long: of those only the wrong keys are shown, not the whole list."""
+    if isinstance(error, WrongTables):
+        return [f"{given.name}{renamed}, {mistake}" for mistake in error.mistakes]
+    return [f"{given}{renamed}: {error}"]
 
 
 def _positive(option: Given) -> Given:

@@ -40,9 +40,6 @@ NOT_BUILT = {
     "model.hf_assets_path": _not_built("loading of Hugging Face folders isn't", ""),
     "model.attn_backend": _not_built("other attention than sdpa isn't", "sdpa"),
     "model.attn_mask": _not_built("document masking isn't", "causal"),
-    "optimizer.early_step_in_backward": _not_built("the optimizer in backward isn't", False),
-    "training.dtype": _not_built("training in other types isn't", "float32"),
-    "training.enable_cpu_offload": _not_built("CPU offloading isn't", False),
     "training.dataloader.num_workers": _not_built("data workers aren't", 0),
     "training.dataloader.pin_memory": _not_built("pinning of data isn't", False),
     "training.dataloader.persistent_workers": _not_built("data workers aren't", False),
@@ -86,7 +83,6 @@ NOT_BUILT = {
 
 # Choices of keys that are built: (key, value) -> the reason.
 NOT_BUILT_CHOICES = {
-    ("optimizer.name", "Muon"): "Muon isn't built yet",
     ("training.dataset", "tokens"): "token files aren't built yet",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 
@@ -32,7 +33,11 @@ def to_toml(config: JobConfig, origins: Mapping[str, str]) -> str:
 
 
 def toml_value(value: object) -> str:
-    """A text, number, truth value or list of them as TOML writes it."""
+    """A text, number, truth value, table, or list of them as TOML writes it; a table's unset keys are left out."""
+    if dataclasses.is_dataclass(value):
+        value = {key: item for key, item in vars(value).items() if item is not None}
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, str):

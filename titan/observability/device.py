@@ -113,6 +113,11 @@ def find_device() -> Device:
     )
 
 
+def pins_memory(device_type: str) -> bool:
+    """Whether the CPU's memory can be pinned, so that copies to and from a device of this type overlap with work."""
+    return device_type != "cpu"
+
+
 def configure_allocator() -> None:
     """Let an accelerator's allocator grow its segments, which avoids running out of memory by fragmentation.
 

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from titan.config.derived import (
+    compiles,
     global_batch_size,
     model_sizes,
     model_stages,
     pipeline_microbatches,
     resolved_steps,
+    state_dtype,
 )
 from titan.config.job_config import JobConfig, Parallelism
 from titan.data.tokenizer import Tokenizer
@@ -22,6 +24,7 @@ from titan.observability.device import Device
 from titan.observability.flops import describe_flops
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.parallelisms.schedules import SCHEDULES, split, stages_of_rank
+from titan.training.optimizer_groups import describe_updates, plan_updates
 
 _SHOWN_TOKENS = 32
 _MOST_ROWS = 16  # of a table; of a longer one the first and the last are shown
@@ -37,20 +40,39 @@ def describe_run(config: JobConfig, dims: ParallelDims, device: Device) -> list[
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     family, sizes = model_families()[config.model.name], model_sizes(config)
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in family.build(sizes).parameters())
+        model = family.build(sizes)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     flops = family.flops_per_token(sizes, training.seq_len)
     return [
         f"{config.job.description}: torch {torch.__version__}, {dims.world_size} process(es) on {nodes} node(s), "
         f"{device.type} ({device.name})",
         f"mesh: {degrees}; batch ranks {dims.batch_degree}, weights sharded over {dims.dp_shard * dims.cp}",
         *([f"pipeline: {_schedule(config)}"] if dims.pp > 1 else []),
-        f"model: {config.model.name} {config.model.flavor}, {parameters:,} parameters in float32; computes in "
+        f"model: {config.model.name} {config.model.flavor}, {parameters:,} parameters in {training.dtype}; computes in "
         f"{training.mixed_precision_param}, sums gradients in {training.mixed_precision_reduce}",
         f"step: {batch} windows × {training.seq_len} tokens = {batch * training.seq_len:,} tokens, as "
         f"{dims.batch_degree} rank(s) × {microbatches} microbatch(es) × {training.local_batch_size} windows; "
         f"{steps:,} steps = {steps * batch * training.seq_len:,} tokens",
         f"FLOPs: {describe_flops(flops, device.peak_flops(training.mixed_precision_param))}",
+        f"optimizer: {_optimizer(config)}",
+        *(f"  {line}" for line in describe_updates(plan_updates(config, model), model)),
     ]
+
+
+def _optimizer(config: JobConfig) -> str:
+    """Such as `AdamW, fused, moments in float32`."""
+    settings, moments = config.optimizer, state_dtype(config)
+    parts: list[str] = [settings.name]
+    if compiles(config, "optimizer"):
+        parts.append("compiled")
+    elif moments == config.training.dtype:
+        parts.append(settings.implementation)
+    parts.append(f"moments in {moments}")
+    if settings.early_step_in_backward:
+        parts.append("each update during the backward pass")
+    if config.training.enable_cpu_offload:
+        parts.append("weights, gradients and moments in the CPU's memory")
+    return ", ".join(parts)
 
 
 def describe_layout(config: JobConfig, dims: ParallelDims) -> list[str]:

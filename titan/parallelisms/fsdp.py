@@ -6,11 +6,12 @@ Gradients are summed over ranks, never averaged: the loss was divided by the glo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from titan.config.job_config import JobConfig
 from titan.parallelisms.parallel_dims import ParallelDims
@@ -31,19 +32,27 @@ def apply_fsdp(
         # The embedding's output has the compute dtype already; casting inputs would only spoil the fp32 rotary tables.
         cast_forward_inputs=False,
     )
-    mesh = parallel_dims.weights
+    offload = _offload_policy(parallel_dims.device_type) if config.training.enable_cpu_offload else OffloadPolicy()
+    spread = partial(fully_shard, mesh=parallel_dims.weights, mp_policy=policy, offload_policy=offload)
     reshard = config.parallelism.fsdp_reshard_after_forward
     if reshard == "default" and parallel_dims.pp > 1:
         reshard = "never"  # or every microbatch would gather the weights again
     for group in groups:
         # The backward pass starts with the last group: freeing it would gather it again at once.
         keep = reshard == "never" or (reshard == "default" and group is groups[-1])
-        fully_shard(cast(nn.Module, list(group)), mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard == "always")
+        spread(cast(nn.Module, list(group)), reshard_after_forward=not keep)
+    spread(model, reshard_after_forward=reshard == "always")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
             module.set_gradient_divide_factor(1.0)
+
+
+def _offload_policy(device_type: str) -> OffloadPolicy:
+    """Shards of weights and gradients live in the CPU's memory; what is gathered is on the device."""
+    from titan.observability.device import pins_memory
+
+    return CPUOffloadPolicy(pin_memory=pins_memory(device_type))
 
 
 def reduce_over_replicas(model: nn.Module, enabled: bool) -> None:

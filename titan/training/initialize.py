@@ -21,13 +21,25 @@ from titan.models.spec import Constant, Normal, TrainableModel
 _BLOCK_ELEMENTS = 2**20  # 4 MiB of fp32; part of the definition of the initial weights
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
+def set_weight_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make a model's parameters ones of this type, while it is on meta. Buffers stay as they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def materialize(model: nn.Module, device: torch.device, *, weights_on_cpu: bool = False) -> None:
     """Give a model built on meta its memory: buffers filled, ties restored, weights still undefined.
+
+    Args:
+        weights_on_cpu: FSDP keeps them there and takes copies to the device; buffers it leaves alone.
 
     Raises:
         RuntimeError: something is left on meta.
     """
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if weights_on_cpu else device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     trainable = cast(TrainableModel, model)
     trainable.tie_weights()  # to_empty gave each module a tensor of its own
     trainable.init_buffers(device)
@@ -49,7 +61,7 @@ def initialize_weights(model: nn.Module, seed: int) -> None:
 
 
 def _fill_normal(parameter: torch.Tensor, std: float, seed: int, name: str) -> None:
-    shard, offset = _local_shard(parameter)
+    shard, offset = local_shard(parameter)
     if shard.numel() == 0:
         return
     columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], shard.shape[1:], strict=True))
@@ -71,7 +83,7 @@ def _draw(key: int, shape: tuple[int, ...], std: float) -> torch.Tensor:
     return torch.empty(shape, device="cpu").normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)
 
 
-def _local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """This rank's part of a parameter and the global index of its first element."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.ndim

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titan.config.derived import compiles
 from titan.config.job_config import JobConfig
 from titan.models.layers.head import Head, HeadLoss, Labels
 from titan.parallelisms.parallel_dims import ParallelDims
@@ -66,6 +67,6 @@ def _token_loss(config: JobConfig, dims: ParallelDims, vocab_size: int) -> Token
             return split_cross_entropy(logits, labels, z_loss, rows, group)
 
         token_loss = split
-    if config.compile.enable and "loss" in config.compile.components:
+    if compiles(config, "loss"):
         token_loss = torch.compile(token_loss, backend=config.compile.backend, fullgraph=True)
     return token_loss

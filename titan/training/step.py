@@ -21,10 +21,11 @@ from titan.parallelisms.fsdp import reduce_over_replicas
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.training.gradients import clip_gradients, gradient_norm
 from titan.training.loss import set_loss
+from titan.training.optimizer import Optimizer, OptimizerInBackward
 
 
 class TrainingDiverged(UserError):
-    """The loss or the gradient is not finite, and the config says to stop. The weights are those of the step before."""
+    """The loss or the gradient is not finite, and the config says to stop. Nothing of such a step may be saved."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class TrainStep:
     def __init__(
         self,
         stages: Stages,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         config: JobConfig,
         dims: ParallelDims,
         device: torch.device,
@@ -145,7 +146,10 @@ class TrainStep:
             TrainingDiverged: a number isn't finite and the policy is to stop. All ranks raise at the same step.
         """
         local_loss = self._forward_backward(microbatches, max(1, valid_tokens))
-        norm = gradient_norm(self._parameters, self._pipeline_group)
+        if isinstance(self._optimizer, OptimizerInBackward):
+            norm = self._optimizer.take_gradient_norm()
+        else:
+            norm = gradient_norm(self._parameters, self._pipeline_group)
         total_loss = local_loss.clone()
         dist.all_reduce(total_loss, group=self._loss_group)
         if self._pipeline_group is not None:
@@ -159,7 +163,7 @@ class TrainStep:
             if self._settings.max_norm > 0:
                 clip_gradients(self._parameters, norm, self._settings.max_norm)
             self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         if not outcome.updated:
             self._on_nonfinite(step, outcome, local_loss)
         return outcome
@@ -192,6 +196,8 @@ class TrainStep:
         where = f"the loss of rank {', '.join(ranks)}" if ranks else "a gradient, while all losses are finite"
         what = f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; not finite: {where}"
         if self._settings.nonfinite == "stop":
+            if isinstance(self._optimizer, OptimizerInBackward):
+                raise TrainingDiverged(f"{what}. The weights have changed already, and aren't saved")
             raise TrainingDiverged(
                 f"{what}. The weights are still those of step {step - 1}. "
                 f"training.nonfinite = 'skip' would leave out such steps"

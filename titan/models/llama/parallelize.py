@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan.config.derived import compiles
 from titan.config.job_config import JobConfig
 from titan.models.llama import llama_stages
 from titan.models.llama.model import Llama
@@ -69,7 +70,7 @@ def parallelize_llama(
         )
     checkpointing = job_config.activation_checkpoint
     checkpoint_within_blocks(model.layers, checkpointing)
-    if job_config.compile.enable and "model" in job_config.compile.components:
+    if compiles(job_config, "model"):
         apply_compile(model.layers.values(), job_config.compile)
     checkpoint_whole_blocks(model.layers, checkpointing)
     if checkpointing.offload:
