@@ -21,6 +21,9 @@ UNTIED = LlamaSizes(
     rope_theta=10_000.0,
 )
 
+# All sizes of the linears, and halves of them, are multiples of 16, which float8 products ask for; but for the head's.
+SIXTEENS = replace(UNTIED, dim=64, head_dim=16, ffn_dim=128)
+
 _llama = model_families()["llama3"]
 SPEC = replace(
     _llama,
@@ -30,6 +33,7 @@ SPEC = replace(
         "tied": replace(UNTIED, tied=True),
         "layernorm": replace(UNTIED, norm_type="layernorm"),
         "deep": replace(UNTIED, n_layers=4, n_kv_heads=4),
+        "sixteens": SIXTEENS,
         "tied_deep": replace(UNTIED, n_layers=4, n_kv_heads=4, tied=True),
     },
 )

@@ -66,6 +66,19 @@ def test_mx_mfu_the_peak_is_for_half_precision_only(cpu: Device) -> None:
     assert Device("cpu", torch.device("cpu"), "gloo", "NVIDIA H100 PCIe").peak_flops("bfloat16") is None
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "expected"),
+    [((8, 0), None, False), ((8, 9), None, True), ((10, 0), None, True), ((9, 0), "6.4", False), ((9, 4), "6.4", True)],
+)
+def test_devices_that_multiply_float8(
+    monkeypatch: pytest.MonkeyPatch, cpu: Device, capability: tuple[int, int], hip: str | None, expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert gpu("any").multiplies_float8() is expected
+    assert not cpu.multiplies_float8()
+
+
 def test_find_device_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     monkeypatch.setenv("LOCAL_RANK", "7")

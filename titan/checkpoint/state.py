@@ -15,6 +15,7 @@ from torch import nn
 
 from titan.config.errors import UserError
 from titan.observability.logging import logger
+from titan.parallelisms.float8 import unwrapped
 
 if TYPE_CHECKING:
     from titan.training.optimizer import Optimizer
@@ -46,7 +47,7 @@ def training_tensors(model_parts: Sequence[nn.Module], optimizer: Optimizer) -> 
     """
     named = _model_tensors(model_parts)
     names = {id(tensor): name for name, tensor in named.items()}
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in named.items()}
+    tensors = {f"model.{name}": unwrapped(tensor.detach()) for name, tensor in named.items()}
     make_optimizer_state(optimizer)
     state = optimizer.state
     for parameter in _parameters(optimizer):

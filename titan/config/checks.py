@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from titan.config import checks_activation, checks_optimizer, checks_parallelism, checks_pipeline
+from titan.config import checks_activation, checks_float8, checks_optimizer, checks_parallelism, checks_pipeline
 from titan.config.derived import batch_degree, global_batch_size, model_sizes, pipeline_microbatches, resolved_steps
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
@@ -144,6 +144,7 @@ RULES = (
     *checks_pipeline.RULES,
     *checks_activation.RULES,
     *checks_optimizer.RULES,
+    *checks_float8.RULES,
     Rule(_dataset, ("experimental.custom_import", "training.dataset"), ("training.dataset",)),
     Rule(_dataset_path, ("training.dataset", "training.dataset_path")),
     Rule(_load_step, ("checkpoint.load_step", "checkpoint.enable")),
@@ -164,6 +165,7 @@ def warn(config: JobConfig, world_size: int, origins: Mapping[str, str]) -> list
         *checks_activation.warnings(config),
         *_vocabulary_warnings(config),
         *checks_optimizer.warnings(config, origins),
+        *checks_float8.warn(config),
     ]
     if config.training.total_tokens is not None and origins["training.steps"] != DEFAULT:
         warnings.append(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from titan.config.job_config import JobConfig
+from titan.config.job_config import Float8, JobConfig
 from titan.models.spec import Stages, model_families
 from titan.parallelisms.parallel_dims import ParallelDims
+
+# Operands of a float8 product (torch._scaled_mm) have sizes that are multiples of it.
+FLOAT8_UNIT = 16
 
 
 def batch_degree(config: JobConfig, world_size: int) -> int:
@@ -31,6 +34,16 @@ def pipeline_microbatches(config: JobConfig) -> int:
     if settings.pipeline_parallel_degree == 1:
         return 1
     return config.training.local_batch_size // settings.pipeline_parallel_microbatch_size
+
+
+def microbatch_rows(config: JobConfig) -> int:
+    """Windows that go through the model at once: local_batch_size, or a pipeline's microbatch."""
+    return config.training.local_batch_size // pipeline_microbatches(config)
+
+
+def float8_recipe(settings: Float8) -> str:
+    """What shares a scale in float8 products: "tensorwise" unless another recipe is set."""
+    return settings.recipe_name or "tensorwise"
 
 
 def resolved_steps(config: JobConfig, global_batch: int) -> int:

@@ -301,6 +301,28 @@ class Compile:
 
 
 @dataclass
+class Float8:
+    enable_float8_linear: bool = setting(False, "Multiply in float8 in the linears of the blocks.")
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = setting(
+        None,
+        "What shares a scale: a tensor (unset, and the fastest), a row or column of it, or the latter with weights' "
+        "gradients in high precision.",
+    )
+    enable_fsdp_float8_all_gather: bool = setting(
+        False, "Cast weights before FSDP gathers them, which halves its traffic. Tensorwise only."
+    )
+    precompute_float8_dynamic_scale_for_fsdp: bool = setting(
+        False, "With that: find all weights' scales at once after each step, not one by one before each gather."
+    )
+    filter_fqns: list[str] = setting(  # noqa: RUF009  (it makes a dataclass field)
+        ["output"], "Leave out the linears whose names contain one of these; the head, output, is always left out."
+    )
+    emulate: bool = setting(
+        False, "Compute products in float32 from operands rounded to float8: for tests, on any machine."
+    )
+
+
+@dataclass
 class Checkpoint:
     enable: bool = setting(False, "Save checkpoints and resume from the newest.")
     folder: str = setting("checkpoint", "Folder for checkpoints, within job.dump_folder.")
@@ -369,6 +391,7 @@ class JobConfig:
     parallelism: Parallelism = field(default_factory=Parallelism)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
+    float8: Float8 = field(default_factory=Float8)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)

@@ -68,6 +68,13 @@ class Device:
             return None
         return next((peak for pattern, peak in _HALF_PRECISION_PEAKS if re.fullmatch(pattern, self.name)), None)
 
+    def multiplies_float8(self) -> bool:
+        """Whether matrix products take float8 operands: NVIDIA's from Ada and Hopper on, AMD's from MI300 on."""
+        if self.type != "cuda":
+            return False
+        least = (8, 9) if torch.version.hip is None else (9, 4)
+        return torch.cuda.get_device_capability(self.torch_device) >= least
+
     def memory(self) -> MemoryUse:
         """How much memory was used at most, and how much there is."""
         if self.type == "cpu":

@@ -10,6 +10,7 @@ import torch
 
 from titan.config.derived import (
     compiles,
+    float8_recipe,
     global_batch_size,
     model_sizes,
     model_stages,
@@ -22,6 +23,7 @@ from titan.data.tokenizer import Tokenizer
 from titan.models.spec import model_families
 from titan.observability.device import Device
 from titan.observability.flops import describe_flops
+from titan.parallelisms.float8 import Linears, sort_linears
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.parallelisms.schedules import SCHEDULES, split, stages_of_rank
 from titan.training.optimizer_groups import describe_updates, plan_updates
@@ -50,6 +52,7 @@ def describe_run(config: JobConfig, dims: ParallelDims, device: Device) -> list[
         *([f"pipeline: {_schedule(config)}"] if dims.pp > 1 else []),
         f"model: {config.model.name} {config.model.flavor}, {parameters:,} parameters in {training.dtype}; computes in "
         f"{training.mixed_precision_param}, sums gradients in {training.mixed_precision_reduce}",
+        *([_float8(sort_linears(model, config.float8, dims), config)] if config.float8.enable_float8_linear else []),
         f"step: {batch} windows × {training.seq_len} tokens = {batch * training.seq_len:,} tokens, as "
         f"{dims.batch_degree} rank(s) × {microbatches} microbatch(es) × {training.local_batch_size} windows; "
         f"{steps:,} steps = {steps * batch * training.seq_len:,} tokens",
@@ -73,6 +76,19 @@ def _optimizer(config: JobConfig) -> str:
     if config.training.enable_cpu_offload:
         parts.append("weights, gradients and moments in the CPU's memory")
     return ", ".join(parts)
+
+
+def _float8(linears: Linears, config: JobConfig) -> str:
+    """Such as `float8: 224 linears, tensorwise, weights gathered in bfloat16; left in bfloat16: 1 …`."""
+    settings, precision = config.float8, config.training.mixed_precision_param
+    recipe = float8_recipe(settings) + (", emulated" if settings.emulate else "")
+    gathered = "float8" if settings.enable_fsdp_float8_all_gather else precision
+    if 0 < len(linears.gathered) < len(linears.converted):
+        gathered += f", {len(linears.converted) - len(linears.gathered)} that FSDP can't cut evenly in {precision}"
+    return (
+        f"float8: {len(linears.converted)} linears, {recipe}, weights gathered in {gathered}; left in {precision}: "
+        f"{len(linears.filtered)} by float8.filter_fqns, {len(linears.unfit)} of sizes that float8 products don't take"
+    )
 
 
 def describe_layout(config: JobConfig, dims: ParallelDims) -> list[str]:

@@ -50,7 +50,12 @@ class Role(Enum):
 
 
 def apply_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Role], *, sequence_parallel: bool
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, Role],
+    *,
+    sequence_parallel: bool,
+    float8: bool = False,
 ) -> None:
     """Split a model's weights over the ranks of `mesh`, in place. What a pipeline stage lacks is passed over.
 
@@ -58,6 +63,7 @@ def apply_tensor_parallel(
         mesh: the tp dimension.
         plan: role by module name; `*` stands for a layer's number.
         sequence_parallel: split the stream over the sequence between blocks, `[B, S/tp, D]`.
+        float8: what is gathered for linears that were converted to float8, tensorwise, travels in it.
     """
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     styles: dict[Role, ParallelStyle] = {
@@ -70,7 +76,17 @@ def apply_tensor_parallel(
     }
     for pattern, role in plan.items():
         for module in _matching(model, pattern):
-            parallelize_module(module, mesh, styles[role])
+            style = _float8_style(module, role, stream) if float8 else None
+            parallelize_module(module, mesh, style or styles[role])
+
+
+def _float8_style(module: nn.Module, role: Role, stream: Placement) -> ParallelStyle | None:
+    """How a module of a float8 model is split, where that differs from high precision."""
+    from titan.parallelisms.float8_tensor import Float8Row, Float8WholeSequences, is_float8  # needs torchao
+
+    if role is Role.BLOCK and is_float8(module):
+        return Float8WholeSequences(stream)
+    return Float8Row(stream) if role is Role.ROW and is_float8(module) else None
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:

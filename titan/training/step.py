@@ -17,6 +17,7 @@ from titan.data.loader import Microbatch
 from titan.models.layers.head import IGNORED, Labels
 from titan.observability.logging import logger
 from titan.parallelisms.context import SequenceShards
+from titan.parallelisms.float8 import precompute_scales, precomputes_scales
 from titan.parallelisms.fsdp import reduce_over_replicas
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.training.gradients import clip_gradients, gradient_norm
@@ -133,6 +134,9 @@ class TrainStep:
         if dims.cp > 1:
             balanced = config.parallelism.context_parallel_load_balancer == "headtail"
             self._shards = SequenceShards(dims.world.get_local_rank("cp"), dims.cp, balanced)
+        self._precomputes_scales = precomputes_scales(config.float8, dims)
+        if self._precomputes_scales:
+            precompute_scales(stages.parts)
         self._skipped_in_a_row = 0
 
     def run(self, step: int, microbatches: Sequence[Microbatch], valid_tokens: int) -> StepOutcome:
@@ -163,6 +167,8 @@ class TrainStep:
             if self._settings.max_norm > 0:
                 clip_gradients(self._parameters, norm, self._settings.max_norm)
             self._optimizer.step()
+            if self._precomputes_scales:
+                precompute_scales(self._stages.parts)
         self._optimizer.zero_grad()
         if not outcome.updated:
             self._on_nonfinite(step, outcome, local_loss)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan.config.derived import compiles
+from titan.config.derived import compiles, float8_recipe
 from titan.config.job_config import JobConfig
 from titan.models.llama import llama_stages
 from titan.models.llama.model import Llama
@@ -20,6 +20,7 @@ from titan.parallelisms.activation_checkpoint import (
 from titan.parallelisms.activation_offload import offload_activations
 from titan.parallelisms.compile import apply_compile
 from titan.parallelisms.context import apply_context_parallel
+from titan.parallelisms.float8 import convert_to_float8
 from titan.parallelisms.fsdp import apply_fsdp
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.parallelisms.tensor import Role, apply_tensor_parallel, enable_async_tensor_parallel
@@ -50,13 +51,16 @@ def parallelize_llama(
 ) -> None:
     """Spread a Llama, or a pipeline stage of one, over the ranks, in place, while it is on the meta device."""
     model = cast(Llama, model)
-    settings = job_config.parallelism
+    settings, float8 = job_config.parallelism, job_config.float8
+    if float8.enable_float8_linear:
+        convert_to_float8(model, float8, parallel_dims)
     if parallel_dims.tp > 1:
         apply_tensor_parallel(
             model,
             world_mesh["tp"],
             TENSOR_PLAN,
             sequence_parallel=settings.enable_sequence_parallel,
+            float8=float8.enable_float8_linear and float8_recipe(float8) == "tensorwise",
         )
         model.tie_weights()  # embedding and head were split one by one
         if settings.enable_async_tensor_parallel:
