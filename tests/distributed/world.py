@@ -1,12 +1,13 @@
 """Gloo worlds for tests: processes that start once per size and run many cases.
 
-Starting eight processes costs seconds, mostly imports; a new process group in running ones costs almost nothing. So the
-processes stay for the whole session, and each case gets a fresh default group that is destroyed after it: no case can
-see another's meshes.
+Starting eight processes costs seconds, and so does a layout's first step: process groups have to connect, and DTensor
+works out how each operator is sharded. So the processes stay for the whole session, with one default group, and equal
+layouts share their meshes, for which DTensor remembers what it found. What else a case leaves behind is taken away.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -14,43 +15,55 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from functools import cache, partial
+from multiprocessing.connection import Connection, wait
 from typing import Any
+
+_TIMEOUT = 120  # seconds, of a case and of a collective
+_IMPORTS = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.pipelining", "tests.distributed.runs"]
 
 
 class WorldError(AssertionError):
     """A case failed on some rank; the text holds the rank and its traceback."""
 
 
-def _serve(rank: int, size: int, connection: Connection) -> None:
+def _serve(rank: int, size: int, connection: Connection, store: str) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS="1"
     )
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.distributed import device_mesh
 
     torch.set_num_threads(1)
-    connection.send("ready")
-    while (task := connection.recv()) is not None:
-        function, args, kwargs, store = task
-        try:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
-            )
-            outcome = ("ok", function(*args, **kwargs))
-        except BaseException:
-            outcome = ("error", traceback.format_exc())
-        try:
-            connection.send(outcome)
-        except Exception:  # the result can't be pickled
-            connection.send(("error", traceback.format_exc()))
-        if outcome[0] == "ok":
-            dist.destroy_process_group()
-            # torch remembers meshes, and so process groups, of equal layouts: those of this case are gone.
-            clear_redistribute_planner_cache()
-            _clear_sharding_prop_cache()
+    device_mesh.init_device_mesh = cache(device_mesh.init_device_mesh)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=_TIMEOUT)
+    )
+    gc.freeze()  # what is imported never becomes garbage, and looking through it takes longer than all else
+    connection.send(("ok", None))
+    while True:
+        function, args, kwargs = connection.recv()
+        for work in (partial(function, *args, **kwargs), _tidy):
+            try:
+                connection.send(("ok", work()))
+            except BaseException:  # also of a result that can't be pickled
+                connection.send(("error", traceback.format_exc()))
+
+
+def _tidy() -> None:
+    """Leave no group of a case but those of meshes, and none with a time limit of the case's own."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
+
+    from titan.parallelisms.process_group import set_timeout
+
+    dist.barrier()  # a group that one rank destroys may still be in use on another
+    for group in list(_world.pg_map):
+        if group is not dist.group.WORLD and not group.group_desc.startswith("mesh_"):
+            dist.destroy_process_group(group)
+    set_timeout(_TIMEOUT)
+    gc.collect()
 
 
 class World:
@@ -58,16 +71,16 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        # Forked from a server that has imported torch once, rather than each importing it anew.
+        # Forked from a server that has imported all that cases need once, rather than each importing it anew.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor"])
+        context.set_forkserver_preload(_IMPORTS)
         self._folder = tempfile.TemporaryDirectory()
-        self._count = 0
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, theirs), daemon=True)
+            arguments = (rank, size, theirs, os.path.join(self._folder.name, "store"))
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()  # the process has its own: with this one open, its death would go unnoticed
             self._connections.append(ours)
@@ -87,7 +100,7 @@ class World:
     def alive(self) -> bool:
         return all(process.is_alive() for process in self._processes)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = _TIMEOUT, **kwargs: Any) -> list[Any]:
         """Call a module-level function on every rank, within a process group.
 
         Returns:
@@ -96,28 +109,31 @@ class World:
         Raises:
             WorldError: a rank raised, died, or did not answer in time. The world is then closed.
         """
-        self._count += 1
-        task = (function, args, kwargs, os.path.join(self._folder.name, f"store-{self._count}"))
         for connection in self._connections:
-            connection.send(task)
-        results: dict[int, Any] = {}
+            connection.send((function, args, kwargs))
+        results = self._answers(timeout)
+        self._answers(_TIMEOUT)  # all have tidied up
+        return results
+
+    def _answers(self, timeout: float) -> list[Any]:
+        """One from each rank, by rank."""
+        answers: dict[int, Any] = {}
         deadline = time.monotonic() + timeout
-        while len(results) < self.size:
-            for rank, connection in enumerate(self._connections):
-                if rank in results or not connection.poll(0.002):
-                    continue
+        while waiting := {self._connections[rank]: rank for rank in range(self.size) if rank not in answers}:
+            ready = wait(list(waiting), timeout=max(0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                raise WorldError(f"no answer within {timeout} s from ranks {set(waiting.values())}")
+            for connection in ready:
+                rank = waiting[connection]
                 try:
-                    status, value = connection.recv()
+                    status, answers[rank] = connection.recv()
                 except EOFError:
-                    status, value = "error", "the process died"
+                    status, answers[rank] = "error", "the process died"
                 if status == "error":
                     self.close()
-                    raise WorldError(f"rank {rank} of {self.size}: {value}")
-                results[rank] = value
-            if time.monotonic() > deadline:
-                self.close()
-                raise WorldError(f"no answer within {timeout} s from ranks {set(range(self.size)) - set(results)}")
-        return [results[rank] for rank in range(self.size)]
+                    raise WorldError(f"rank {rank} of {self.size}: {answers[rank]}")
+        return [answers[rank] for rank in range(self.size)]
 
     def close(self) -> None:
         for process in self._processes:
