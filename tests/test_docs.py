@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from scripts import draw_schedule
+from scripts import benchmark, draw_schedule
 from tests.distributed.test_matrix import ALONE, COMPOSED, PAIRS
 from titan.config.errors import UserError
 from titan.config.fields import all_settings
@@ -184,6 +184,8 @@ def python(session: Session, variables: dict[str, str], words: list[str], asked:
                 patch.chdir(session.folder)
                 draw_schedule.main(arguments)
             session.output = output.getvalue()
+        case ["scripts/benchmark.py", *arguments]:
+            measure(session, arguments)
         case ["-m", "pytest", path]:  # the tests run by themselves
             assert (ROOT / path).is_file()
         case _:
@@ -210,6 +212,23 @@ def train(session: Session, variables: dict[str, str], arguments: list[str], ask
         assert not variables
         if (small := small_run(session, arguments, 1)) is not None:
             session.script(["train.py", *small])
+
+
+def measure(session: Session, arguments: list[str]) -> None:
+    """`python scripts/benchmark.py …`: there are rows, and each is a program that is there with a config that loads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(session.folder)
+        options, rows, _ = benchmark.plan(arguments)
+    for row in rows:
+        script = row.command.index("train.py" if row.of_titan else next(w for w in row.command if w.endswith(".py")))
+        assert (ROOT / row.command[script]).is_file()
+        if row.of_titan:
+            session.load(list(row.command[script + 1 :]), options.processes)
+
+
+def gpu_check(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:
+    """`scripts/gpu_check.sh`: tests/scripts/test_gpu_check.py rehearses it."""
+    assert len(words) == 1 and os.access(ROOT / words[0], os.X_OK)
 
 
 def launch(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:
@@ -283,6 +302,7 @@ RULES: dict[str, Rule] = {
     "make": make,
     "pip": install,
     "tensorboard": tensorboard,
+    "scripts/gpu_check.sh": gpu_check,
 }
 
 

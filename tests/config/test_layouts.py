@@ -237,7 +237,7 @@ def test_illegal(ranks: int, layout: str, expected: list[str], mistakes: Mistake
         (2, "PP=2 LAYERS=7"),
         (2, f"PP=2 PARTS={PARTS_OF_2}"),
         (4, "PP=4 BATCH=4"),
-        (2, "PP=2 SCHEDULE=1F1B BATCH=1"),
+        (2, "PP=2 SCHEDULE=GPipe BATCH=1"),
         (2, "PP=2 SCHEDULE=ZBVZeroBubble BATCH=1"),
         (4, "PP=4 SCHEDULE=Interleaved1F1B BATCH=3 MODEL=deep"),  # one short round
         (4, "PP=4 SCHEDULE=Interleaved1F1B BATCH=10 MODEL=deep"),

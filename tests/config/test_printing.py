@@ -46,6 +46,8 @@ def some_value(setting: Setting, draw: random.Random) -> Any:
         return [table(**{key.name: some_value(key, draw) for key in keys}) for _ in range(draw.randrange(3))]
     if get_origin(hint) is list and get_origin(get_args(hint)[0]) is Literal:
         return draw.choices(get_args(get_args(hint)[0]), k=draw.randrange(3))
+    if hint == list[str]:
+        return draw.choices(TEXTS, k=draw.randrange(3))
     if hint == list[list[str]]:
         return [draw.choices(TEXTS, k=draw.randrange(3)) for _ in range(draw.randrange(3))]
     low = setting.minimum or 0

@@ -118,7 +118,7 @@ def plain_loss_and_norm() -> tuple[float, float]:
     labels[0, 3:] = labels[1, 13:] = labels[4:] = -100
     loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
     loss.backward()
-    squares = sum(whole.pow(2).sum() for whole in (p.grad.full_tensor() for p in model.parameters()))
+    squares = sum(parameter.grad.pow(2).sum() for parameter in model.parameters())
     return loss.item(), float(squares**0.5)
 
 

@@ -20,12 +20,14 @@ from titan.parallelisms.parallel_dims import ParallelDims
 def apply_fsdp(
     model: nn.Module, groups: Sequence[Sequence[nn.Module]], parallel_dims: ParallelDims, config: JobConfig
 ) -> None:
-    """Shard `model` in place, also over one rank: compute dtypes are then the same in every layout.
+    """Shard `model` in place, also on one process where it casts: compute dtypes are then the same in every layout.
 
     Args:
         groups: modules whose weights are gathered together, in the order of the forward pass. What no group holds
             is gathered with the root and stays so through the step.
     """
+    if _only_copies(parallel_dims, config):
+        return
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.training.mixed_precision_param),
         reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
@@ -46,6 +48,14 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
             module.set_gradient_divide_factor(1.0)
+
+
+def _only_copies(parallel_dims: ParallelDims, config: JobConfig) -> bool:
+    """Whether FSDP would but copy each weight and each gradient: on one process, with one type for everything."""
+    training = config.training
+    types = {training.dtype, training.mixed_precision_param, training.mixed_precision_reduce}
+    elsewhere = training.enable_cpu_offload or config.float8.enable_fsdp_float8_all_gather
+    return parallel_dims.world_size == 1 and len(types) == 1 and not elsewhere
 
 
 def _offload_policy(device_type: str) -> OffloadPolicy:
