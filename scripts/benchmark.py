@@ -259,7 +259,7 @@ class _Watch:
         }
         if last["mfu"] is not None:
             figures["mfu"] = last["mfu"] / last["tokens_per_second"] * figures["tokens_per_second"]
-        if usage and last_usage:
+        if usage and last_usage and last_usage.cpu_seconds > usage.cpu_seconds:  # the system counts in ticks of 10 ms
             figures["tokens_per_cpu_second"] = tokens / (last_usage.cpu_seconds - usage.cpu_seconds)
             figures["page_faults_per_step"] = (last_usage.page_faults - usage.page_faults) / row.steps
         return figures

@@ -151,7 +151,7 @@ WRONG: list[tuple[str, list[str]]] = [
     ("--parallelism.expert_parallel_degree 2", ["expert parallelism isn't built yet; leave it at 1"]),
     ("[parallelism]\nexpert_parallel_degree = true", ["expert parallelism isn't built yet"]),
     ("[training]\ncompile = 3", ["training.compile = 3 (today compile.enable)", "true or false"]),
-    ("[model]\nconverters = ['float8']", ["float8.enable_float8_linear = true", "set float8.emulate = true"]),
+    ("[model]\nconverters = ['float8']", ["float8.enable_float8_linear = true", "float8.emulate = true"]),
     ("[model]\nconverters = ['mx']", ['the converter "mx" isn\'t offered']),
     ("[model]\nhf_assets_path = './assets'", ["model.hf_assets_path", "isn't built yet; leave it out"]),
     ("[experimental]\nenable_compiled_autograd = true", ["compiled autograd isn't offered"]),

@@ -39,7 +39,6 @@ CASES = [
     Case(Layout(pp=2, extra=INTERLEAVED), (*FULL, *OFFLOAD)),
     Case(Layout(pp=2, extra=schedule("ZBVZeroBubble")), OP),
     Case(Layout(tp=2), FULL, compiled=True),
-    Case(Layout(tp=2), OP, compiled=True),
     Case(Layout(pp=2, extra=INTERLEAVED), OP, compiled=True),
 ]
 

@@ -29,7 +29,7 @@ def _sleep_on(rank: int) -> None:
         time.sleep(60)
 
 
-def test_results_come_by_rank_and_groups_are_fresh(worlds: Worlds) -> None:
+def test_results_come_by_rank_case_after_case(worlds: Worlds) -> None:
     for _ in range(3):
         assert worlds(2).run(_sum_of_ranks) == [1, 1]
 
@@ -44,10 +44,10 @@ def test_a_failing_rank_fails_the_case_and_the_next_case_works() -> None:
     worlds.close()
 
 
-def _die_on_last_rank(rank: int, size: int, connection: Connection) -> None:
+def _die_on_last_rank(rank: int, size: int, connection: Connection, store: str) -> None:
     if rank == size - 1:
         os._exit(7)
-    connection.send("ready")
+    connection.send(("ok", None))
     connection.recv()
 
 

@@ -1,8 +1,7 @@
 """Gloo worlds for tests: processes that start once per size and run many cases.
 
-Starting eight processes costs seconds, and so does a layout's first step: process groups have to connect, and DTensor
-works out how each operator is sharded. So the processes stay for the whole session, with one default group, and equal
-layouts share their meshes, for which DTensor remembers what it found. What else a case leaves behind is taken away.
+Starting eight processes costs seconds, and process groups have to connect. So the processes stay for the whole session,
+with one default group, and equal layouts share their meshes. What else a case leaves behind is taken away.
 """
 
 from __future__ import annotations
@@ -52,17 +51,28 @@ def _serve(rank: int, size: int, connection: Connection, store: str) -> None:
 
 
 def _tidy() -> None:
-    """Leave no group of a case but those of meshes, and none with a time limit of the case's own."""
+    """Leave no group of a case but those of meshes, and none with a time limit of its own.
+
+    Groups cost while they idle: gloo's thread in each of them wakes up a hundred times a second.
+    """
+    import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from titan.parallelisms.process_group import set_timeout
 
+    set_timeout(_TIMEOUT)
     dist.barrier()  # a group that one rank destroys may still be in use on another
     for group in list(_world.pg_map):
         if group is not dist.group.WORLD and not group.group_desc.startswith("mesh_"):
             dist.destroy_process_group(group)
-    set_timeout(_TIMEOUT)
+    # What DTensor found for a mesh it takes for every equal one. Ranks of other pipeline stages found other things, and
+    # would send over another mesh's groups.
+    clear_redistribute_planner_cache()
+    _clear_sharding_prop_cache()
+    torch._dynamo.reset()  # or a case with other shapes makes this one's dynamic
     gc.collect()
 
 

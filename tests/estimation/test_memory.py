@@ -103,7 +103,7 @@ def model_of(
     with torch.device("meta"):
         model = Llama(UNTIED)
     if mesh is not None and mesh["tp"].size() > 1:
-        apply_tensor_parallel(model, mesh["tp"], TENSOR_PLAN, sequence_parallel=sequence_parallel, loss_parallel=True)
+        apply_tensor_parallel(model, mesh["tp"], TENSOR_PLAN, sequence_parallel=sequence_parallel)
     if mesh is not None:
         apply_context_parallel(model, mesh["cp"], "alltoall" if ring else "allgather", balanced=True)
     checkpoint_within_blocks(model.layers, settings)
@@ -142,7 +142,7 @@ def expect(tp: int, cp: int, ring: bool, sequence_parallel: bool, compiled: bool
     }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_one_process(compiled: bool) -> None:
     layout = (1, 1, False, True, compiled)
     assert measure(*layout) == expect(*layout)

@@ -1,15 +1,30 @@
 """titan/observability/device.py, with accelerators played by monkeypatches."""
 
 import os
+import platform
 import re
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import titan
+from scripts import benchmark
 from titan.config.errors import UserError
+from titan.observability import device as device_module
 from titan.observability.device import Device, configure_allocator, find_device, measure_peak_flops
+
+LARGE_LOGITS = [
+    "--experimental.custom_import=scripts.benchmarks.sizes",
+    "--model.name=benchmark",
+    "--model.flavor=toy",
+    "--model.vocab_size=32000",
+    "--training.seq_len=64",
+    "--training.mixed_precision_param=float32",
+    "--warmup=3",
+    "--steps=3",
+]
 
 
 def gpu(name: str) -> Device:
@@ -149,8 +164,42 @@ def test_the_users_allocator_settings_stay(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: str | None
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(environment))
+    monkeypatch.setattr(device_module, "_keep_freed_memory", lambda: None)  # it would act on this whole process
     configure_allocator()
     assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.parametrize(
+    ("variables", "faults"),
+    [
+        ({}, range(1_000)),
+        pytest.param({"MALLOC_MMAP_MAX_": "65536"}, range(10_000, 10**9), marks=pytest.mark.slow),
+    ],
+)
+def test_a_cpu_run_faults_no_pages_in_unless_the_user_says_so(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], faults: range
+) -> None:
+    """Page faults per step after the warm-up, in a run whose logits and head are large."""
+    for name in [*os.environ]:
+        if name.startswith("MALLOC_") or name in ("LD_PRELOAD", "GLIBC_TUNABLES"):
+            monkeypatch.delenv(name)
+    variables = variables | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (row,) = benchmark.plan(LARGE_LOGITS).rows
+    assert int(benchmark.measure(row, 1, time.monotonic() + 240)["page_faults_per_step"]) in faults
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("cuda", []), ("mps", [True])])
+def test_malloc_is_set_up_for_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch, kind: str, kept: list[bool]) -> None:
+    """Where the accelerator can't be used, too."""
+    play_accelerator(monkeypatch, kind, 1)
+    called: list[bool] = []
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(device_module, "_keep_freed_memory", lambda: called.append(True))
+    configure_allocator()
+    assert called == kept
 
 
 def test_measured_peak_is_positive_and_leaves_the_random_numbers_alone(cpu: Device) -> None:

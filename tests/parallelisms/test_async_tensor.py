@@ -63,7 +63,7 @@ def fused_operators(sequence_parallel: bool) -> dict[str, tuple[Counter[str], Co
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     with torch.device("meta"):
         model = tiny.SPEC.build(tiny.SPEC.flavors["deep"])
-    apply_tensor_parallel(model, mesh, TENSOR_PLAN, sequence_parallel=sequence_parallel, loss_parallel=True)
+    apply_tensor_parallel(model, mesh, TENSOR_PLAN, sequence_parallel=sequence_parallel)
     materialize(model, torch.device("cpu"))
     initialize_weights(model, 0)
     block = model.layers["0"]

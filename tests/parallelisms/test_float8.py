@@ -36,6 +36,7 @@ from titan.parallelisms.parallel_dims import ParallelDims
 FLOAT8 = ["--float8.enable_float8_linear", "--float8.emulate"]
 GATHER = ["--float8.enable_fsdp_float8_all_gather"]
 PRECOMPUTE = ["--float8.precompute_float8_dynamic_scale_for_fsdp"]
+COMPILED = ("--compile.enable", "--compile.backend=aot_eager")
 ROWWISE, HIGH_PRECISION_GRADIENT = ("--float8.recipe_name=rowwise",), ("--float8.recipe_name=rowwise_with_gw_hp",)
 SIXTEENS = "sixteens"  # the flavor that float8 fits
 
@@ -73,12 +74,12 @@ def test_losses_stay_near_those_of_bf16(
     [
         (Layout(dp=2), 2, ()),
         (Layout(tp=2), 1, ()),
-        (Layout(tp=2, extra=NO_SP), 1, ()),
-        (Layout(tp=2), 1, ("--float8.filter_fqns=output,w2,wk",)),
         (Layout(tp=2), 1, ROWWISE),
-        (Layout(tp=2), 1, HIGH_PRECISION_GRADIENT),
-        (Layout(tp=2), 1, (*GATHER, "--compile.enable", "--compile.backend=aot_eager")),
         (Layout(pp=2), 8, (*GATHER, *PRECOMPUTE)),
+        pytest.param(Layout(tp=2), 1, ("--float8.filter_fqns=output,w2,wk",), marks=pytest.mark.slow),
+        pytest.param(Layout(tp=2), 1, (*GATHER, *COMPILED), marks=pytest.mark.slow),
+        pytest.param(Layout(tp=2, extra=NO_SP), 1, (), marks=pytest.mark.slow),
+        pytest.param(Layout(tp=2), 1, HIGH_PRECISION_GRADIENT, marks=pytest.mark.slow),
         pytest.param(Layout(dp=2, tp=2), 2, tuple(GATHER), marks=pytest.mark.slow),
         pytest.param(Layout(replicate=2, tp=2), 2, tuple(GATHER), marks=pytest.mark.slow),
         pytest.param(Layout(pp=2, tp=2), 4, tuple(GATHER), marks=pytest.mark.slow),

@@ -6,7 +6,7 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
-from titan.config.derived import FLOAT8_UNIT, float8_recipe, microbatch_rows, model_sizes
+from titan.config.derived import FLOAT8_UNIT, float8_recipe, model_sizes
 from titan.config.job_config import JobConfig
 from titan.config.nearest import did_you_mean
 from titan.config.rules import Mistakes, Rule, listed, nearest_multiples
@@ -89,7 +89,10 @@ def _tokens(config: JobConfig, world_size: int) -> Mistakes:
     """The gradient of a weight is a product over tokens."""
     if not config.float8.enable_float8_linear or float8_recipe(config.float8) == "rowwise_with_gw_hp":
         return
-    rows, seq_len, cp = microbatch_rows(config), config.training.seq_len, config.parallelism.context_parallel_degree
+    seq_len, cp = config.training.seq_len, config.parallelism.context_parallel_degree
+    rows = config.training.local_batch_size
+    if config.parallelism.pipeline_parallel_degree > 1:
+        rows = config.parallelism.pipeline_parallel_microbatch_size
     if rows * seq_len % (FLOAT8_UNIT * cp):
         unit = FLOAT8_UNIT * cp // math.gcd(FLOAT8_UNIT * cp, rows)
         over = f" / context_parallel_degree {cp}" if cp > 1 else ""
@@ -102,7 +105,13 @@ def _tokens(config: JobConfig, world_size: int) -> Mistakes:
 _MODEL = ("experimental.custom_import", "model.name", "model.flavor")
 _DEGREES = tuple(
     f"parallelism.{name}_degree"
-    for name in ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel")
+    for name in (
+        "data_parallel_replicate",
+        "data_parallel_shard",
+        "context_parallel",
+        "tensor_parallel",
+        "pipeline_parallel",
+    )
 )
 _BATCH = ("training.local_batch_size", "parallelism.pipeline_parallel_microbatch_size")
 

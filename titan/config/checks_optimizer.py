@@ -122,8 +122,8 @@ def warnings(config: JobConfig, origins: Mapping[str, str]) -> Iterator[str]:
     beta2 = config.optimizer.beta2
     if state_dtype(config) == "bfloat16" and 1 - beta2 < _BF16_HALF_STEP:
         yield (
-            f"optimizer.beta2 = {beta2:g} with moments in bfloat16: a second moment changes by about {1 - beta2:.2g} of "
-            "itself in a step, and less than 1/512 is lost in rounding; use at most 0.998, or moments in float32"
+            f"optimizer.beta2 = {beta2:g} with moments in bfloat16: a second moment changes by about {1 - beta2:.2g} "
+            "of itself in a step, and less than 1/512 is lost in rounding; use at most 0.998, or moments in float32"
         )
     reasons = {
         "the optimizer is compiled": compiles(config, "optimizer"),

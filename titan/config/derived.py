@@ -36,11 +36,6 @@ def pipeline_microbatches(config: JobConfig) -> int:
     return config.training.local_batch_size // settings.pipeline_parallel_microbatch_size
 
 
-def microbatch_rows(config: JobConfig) -> int:
-    """Windows that go through the model at once: local_batch_size, or a pipeline's microbatch."""
-    return config.training.local_batch_size // pipeline_microbatches(config)
-
-
 def float8_recipe(settings: Float8) -> str:
     """What shares a scale in float8 products: "tensorwise" unless another recipe is set."""
     return settings.recipe_name or "tensorwise"

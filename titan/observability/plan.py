@@ -82,9 +82,9 @@ def _float8(linears: Linears, config: JobConfig) -> str:
     """Such as `float8: 224 linears, tensorwise, weights gathered in bfloat16; left in bfloat16: 1 …`."""
     settings, precision = config.float8, config.training.mixed_precision_param
     recipe = float8_recipe(settings) + (", emulated" if settings.emulate else "")
-    gathered = "float8" if settings.enable_fsdp_float8_all_gather else precision
-    if 0 < len(linears.gathered) < len(linears.converted):
-        gathered += f", {len(linears.converted) - len(linears.gathered)} that FSDP can't cut evenly in {precision}"
+    gathered: str = "float8" if linears.gathered else precision
+    if linears.gathered and (uneven := len(linears.converted) - len(linears.gathered)):
+        gathered += f" but for {uneven} that FSDP can't cut evenly"
     return (
         f"float8: {len(linears.converted)} linears, {recipe}, weights gathered in {gathered}; left in {precision}: "
         f"{len(linears.filtered)} by float8.filter_fqns, {len(linears.unfit)} of sizes that float8 products don't take"

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._autograd import SavedTensor, _make_saved_tensor
+from torch._C._autograd import SavedTensor, _get_current_graph_task_keep_graph, _make_saved_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -170,14 +170,17 @@ class _Reuse(TorchDispatchMode):
 
     def __enter__(self) -> _Reuse:
         self._keeps = _Choice(self._products)
-        self._results = iter(self._first.results)
+        self._left = self._first.results[::-1]
+        if not _get_current_graph_task_keep_graph():  # the last pass: each result is freed after its use
+            self._first.results = []
         super().__enter__()
         return self
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._keeps(operator):
             return operator(*args, **(kwargs or {}))
-        kept_of, result = next(self._results, (None, None))
+        kept_of, result = self._left.pop() if self._left else (None, None)
         if kept_of is not operator:
             raise RuntimeError(f"a checkpointed block ran {operator} where it ran {kept_of} the first time")
-        return tree_map_only(SavedTensor, SavedTensor.unpack, result)
+        # Detached, or the results would keep the graph of this pass.
+        return tree_map_only(SavedTensor, lambda saved: saved.unpack().detach(), result)

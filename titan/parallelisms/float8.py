@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -109,7 +109,7 @@ def unwrapped(weight: torch.Tensor) -> torch.Tensor:
     shard = weight.to_local() if isinstance(weight, DTensor) else weight
     if not hasattr(shard, "fsdp_pre_all_gather"):
         return weight
-    plain = cast(torch.Tensor, shard._tensor)
+    plain: torch.Tensor = shard._tensor  # type: ignore[attr-defined]  # of torchao's class
     if not isinstance(weight, DTensor):
         return plain
     return DTensor.from_local(

@@ -72,7 +72,9 @@ class AdamW(torch.optim.Optimizer):
         # Every element is by itself, so one dimension is as good as two: one graph then serves all shapes. `data`,
         # because torch.compile tells views of matrices from those of vectors.
         tensors = (weight, grad, local_part(state["exp_avg"]), local_part(state["exp_avg_sq"]))
-        self._update(*(tensor.view(-1).data for tensor in tensors), numbers[step], self._decoupled)
+        # Not for 0, which would make NaN of the gradient of an infinite weight.
+        coupled = not self._decoupled and group["weight_decay"] > 0
+        self._update(*(tensor.view(-1).data for tensor in tensors), numbers[step], coupled)
 
 
 def _numbers(group: dict[str, Any], step: int, decoupled: bool) -> torch.Tensor:
@@ -84,9 +86,9 @@ def _numbers(group: dict[str, Any], step: int, decoupled: bool) -> torch.Tensor:
     lr, decay = group["lr"], group["weight_decay"]
     step_size = lr / (1 - beta1**step)
     root = math.sqrt(1 - beta2**step)
-    if decoupled:
-        decay = 1 - lr * decay
-    return torch.tensor([1 - beta1, beta2, 1 - beta2, step_size, root, group["eps"], decay], dtype=torch.float32)
+    kept = 1 - lr * decay if decoupled else 1.0
+    numbers = [1 - beta1, beta2, 1 - beta2, step_size, root, group["eps"], kept, decay]
+    return torch.tensor(numbers, dtype=torch.float32)
 
 
 def _update(
@@ -95,18 +97,21 @@ def _update(
     mean: torch.Tensor,
     square: torch.Tensor,
     numbers: torch.Tensor,
-    decoupled: bool,
+    coupled: bool,
 ) -> None:
-    """One step of a shard, in place. `weight`, `grad`, `mean` and `square` are `[N]`, of any float types."""
-    toward_grad, beta2, new_square, step_size, root, eps, decay = numbers.unbind()
+    """One step of a shard, in place. `weight`, `grad`, `mean` and `square` are `[N]`, of any float types.
+
+    Args:
+        numbers: of `_numbers`.
+        coupled: weight decay is added to the gradient.
+    """
+    toward_grad, beta2, new_square, step_size, root, eps, kept, decay = numbers.unbind()
     w, g = weight.float(), grad.float()
-    if decoupled:
-        w = w * decay
-    else:
+    if coupled:
         g = g + decay * w
     m = torch.lerp(mean.float(), g, toward_grad)
     v = square.float() * beta2 + new_square * g * g
-    weight.copy_(w - step_size * (m / (v.sqrt() / root + eps)))
+    weight.copy_(w * kept - step_size * (m / (v.sqrt() / root + eps)))
     mean.copy_(m)
     square.copy_(v)
 
