@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.runs import TINY
 from tests.distributed.world import Worlds
+from tests.training.test_loss import gradients, torchs_own
 from titan.config.loader import load_and_check
 from titan.models.layers.head import IGNORED, Head, Labels
 from titan.parallelisms.parallel_dims import ParallelDims
@@ -28,7 +28,9 @@ def deviations(tp: int, sequence_parallel: bool, z_loss: float, backend: str) ->
     weight, stream = torch.randn(VOCAB, DIM), torch.randn(ROWS, SEQ_LEN, DIM)
     labels = torch.randint(0, VOCAB, (ROWS, SEQ_LEN))
     labels[0, :5] = labels[1, 7] = IGNORED
-    right = _torchs_own(stream, weight, labels, z_loss)
+    whole = Head(DIM, VOCAB)
+    whole.weight.data.copy_(weight)
+    right = gradients(whole, stream, torchs_own(whole, labels, z_loss))
     found = []
     for arguments in LOSSES:
         compile_it = (
@@ -45,24 +47,14 @@ def deviations(tp: int, sequence_parallel: bool, z_loss: float, backend: str) ->
         set_loss([model], config, dims)
         mine = stream.chunk(tp, dim=1)[dims.world.get_local_rank("tp")] if sequence_parallel else stream
         mine = mine.clone().requires_grad_()
-        loss = model.output(mine, Labels(labels)) / 7
-        loss.backward()
+        loss = model.output(mine, Labels(labels))
+        (loss / 7).backward()
         weight_grad = model.output.weight.grad
         assert isinstance(weight_grad, DTensor) and mine.grad is not None
         stream_grad = right[1].chunk(tp, dim=1)[dims.world.get_local_rank("tp")] if sequence_parallel else right[1]
         pairs = [(loss.detach(), right[0]), (mine.grad, stream_grad), (weight_grad.full_tensor(), right[2])]
         found.append(max(((ours - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in pairs))
     return found
-
-
-def _torchs_own(stream: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, z_loss: float) -> list[torch.Tensor]:
-    stream, weight = stream.clone().requires_grad_(), weight.clone().requires_grad_()
-    logits = F.linear(stream, weight).flatten(0, 1)
-    loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    loss = (loss + z_loss * logits.logsumexp(-1).square()[labels.flatten() != IGNORED].sum()) / 7
-    loss.backward()
-    assert stream.grad is not None and weight.grad is not None
-    return [loss.detach(), stream.grad, weight.grad]
 
 
 def test_tp_chunked_ce_and_tp_vocab(worlds: Worlds) -> None:

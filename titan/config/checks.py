@@ -165,7 +165,7 @@ def warn(config: JobConfig, world_size: int, origins: Mapping[str, str]) -> list
         *checks_activation.warnings(config),
         *_vocabulary_warnings(config),
         *checks_optimizer.warnings(config, origins),
-        *checks_float8.warn(config),
+        *checks_float8.warnings(config),
     ]
     if config.training.total_tokens is not None and origins["training.steps"] != DEFAULT:
         warnings.append(

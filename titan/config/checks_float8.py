@@ -123,7 +123,7 @@ RULES = (
 )
 
 
-def warn(config: JobConfig) -> Iterator[str]:
+def warnings(config: JobConfig) -> Iterator[str]:
     """Float8 that is slower than none."""
     if not config.float8.enable_float8_linear:
         return

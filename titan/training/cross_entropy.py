@@ -80,11 +80,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         """
         rows_per_chunk = -(-len(labels) // num_chunks)
         valid = (labels != IGNORED).nonzero().squeeze(-1)
-        some_ignored = len(valid) < len(labels)
         device = stream.device
-        rows = valid.to(device, non_blocking=True)
-        targets = labels[valid].to(device, non_blocking=True)
-        kept = stream.index_select(0, rows) if some_ignored else stream
+        kept, rows = stream, None
+        if len(valid) < len(labels):
+            labels, rows = labels[valid], valid.to(device, non_blocking=True)
+            kept = stream.index_select(0, rows)
+        targets = labels.to(device, non_blocking=True)
 
         loss = torch.zeros((), device=device)
         stream_grad = torch.empty_like(kept) if with_gradient else None
@@ -104,7 +105,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 del narrow
             del logits_grad  # its memory is the next chunk's
         if stream_grad is not None and weight_grad is not None:
-            if some_ignored:
+            if rows is not None:
                 stream_grad = torch.zeros_like(stream).index_copy_(0, rows, stream_grad)
             ctx.gradients = stream_grad, weight_grad.to(weight.dtype)
         return loss
