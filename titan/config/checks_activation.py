@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from titan.config.derived import model_sizes
 from titan.config.job_config import JobConfig
-from titan.config.rules import Mistakes, Rule
+from titan.config.rules import MODEL_KEYS, Mistakes, Rule
 
 _MODE = "activation_checkpoint.mode"
 _OPTION = "activation_checkpoint.selective_ac_option"
 _OFFLOAD = "activation_checkpoint.offload"
-_MODEL = ("experimental.custom_import", "model.name", "model.flavor")
 
 
 def _option(config: JobConfig, world_size: int) -> Mistakes:
@@ -42,7 +41,7 @@ def _offload(config: JobConfig, world_size: int) -> Mistakes:
 
 
 RULES = (
-    Rule(_option, (*_MODEL, _MODE, _OPTION), (_OPTION,)),
+    Rule(_option, (*MODEL_KEYS, _MODE, _OPTION), (_OPTION,)),
     Rule(_memory_budget, (_MODE, "compile.enable")),
     Rule(_offload, (_MODE, _OFFLOAD)),
 )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from titan.config.derived import FLOAT8_UNIT, float8_recipe, model_sizes
 from titan.config.job_config import JobConfig
 from titan.config.nearest import did_you_mean
-from titan.config.rules import Mistakes, Rule, listed, nearest_multiples
+from titan.config.rules import MODEL_KEYS, Mistakes, Rule, listed, nearest_multiples
 from titan.config.toml_text import shown
 from titan.models.spec import model_families
 from titan.parallelisms.parallel_dims import ParallelDims
@@ -102,7 +102,6 @@ def _tokens(config: JobConfig, world_size: int) -> Mistakes:
         )
 
 
-_MODEL = ("experimental.custom_import", "model.name", "model.flavor")
 _DEGREES = tuple(
     f"parallelism.{name}_degree"
     for name in (
@@ -118,7 +117,7 @@ _BATCH = ("training.local_batch_size", "parallelism.pipeline_parallel_microbatch
 RULES = (
     Rule(_machine, (_ENABLE, "float8.emulate")),
     Rule(_gathers, (_ENABLE, "float8.recipe_name", _GATHER, _PRECOMPUTE)),
-    Rule(_linears, (_ENABLE, _FILTER, "model.vocab_size", *_MODEL, *_DEGREES)),
+    Rule(_linears, (_ENABLE, _FILTER, "model.vocab_size", *MODEL_KEYS, *_DEGREES)),
     Rule(_tokens, (_ENABLE, "float8.recipe_name", "training.seq_len", *_BATCH, *_DEGREES)),
 )
 

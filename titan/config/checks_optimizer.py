@@ -15,7 +15,7 @@ from titan.config.derived import (
 )
 from titan.config.job_config import JobConfig
 from titan.config.nearest import did_you_mean
-from titan.config.rules import Mistakes, Rule
+from titan.config.rules import MODEL_KEYS, Mistakes, Rule
 from titan.config.toml_text import DEFAULT
 from titan.models.spec import model_families
 
@@ -87,11 +87,10 @@ def _components(config: JobConfig, world_size: int) -> Mistakes:
 
 _BF16_HALF_STEP = 1 / 512  # the least change, relative to a number, that rounding may let through
 
-_MODEL = ("experimental.custom_import", "model.name", "model.flavor")
 
 RULES = (
-    Rule(_groups, (*_MODEL, "optimizer.groups")),
-    Rule(_muon, (*_MODEL, "optimizer.name")),
+    Rule(_groups, (*MODEL_KEYS, "optimizer.groups")),
+    Rule(_muon, (*MODEL_KEYS, "optimizer.name")),
     Rule(
         _early_step,
         (

@@ -6,7 +6,7 @@ import math
 
 from titan.config.derived import compiles, model_sizes
 from titan.config.job_config import JobConfig
-from titan.config.rules import Mistakes, Rule, divisors, listed, listed_near, nearest_multiples
+from titan.config.rules import MODEL_KEYS, Mistakes, Rule, divisors, listed, listed_near, nearest_multiples
 from titan.models.spec import model_families
 
 _REPLICATE = "data_parallel_replicate_degree"
@@ -16,7 +16,6 @@ _TP = "tensor_parallel_degree"
 _PP = "pipeline_parallel_degree"
 _DEGREES = {"dp_replicate": _REPLICATE, "dp_shard": _SHARD, "cp": _CP, "tp": _TP, "pp": _PP}
 
-_MODEL = ("experimental.custom_import", "model.name", "model.flavor")
 _SEQUENCE_KEYS = (_CP, _TP, "enable_sequence_parallel", "context_parallel_load_balancer")
 
 
@@ -134,9 +133,9 @@ DEGREE_RULES = (
 )
 
 MODEL_RULES = (
-    Rule(_tensor_parallel, (*_MODEL, *_parallelism(_TP)), _parallelism(_TP)),
-    Rule(_vocabulary, (*_MODEL, "model.vocab_size", *_parallelism(_TP))),
-    Rule(_sequence, (*_MODEL, "training.seq_len", *_parallelism(*_SEQUENCE_KEYS))),
+    Rule(_tensor_parallel, (*MODEL_KEYS, *_parallelism(_TP)), _parallelism(_TP)),
+    Rule(_vocabulary, (*MODEL_KEYS, "model.vocab_size", *_parallelism(_TP))),
+    Rule(_sequence, (*MODEL_KEYS, "training.seq_len", *_parallelism(*_SEQUENCE_KEYS))),
     Rule(
         _async_tensor_parallel,
         ("compile.enable", "compile.components", *_parallelism(_TP, "enable_async_tensor_parallel")),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from titan.config.derived import compiles, model_sizes, model_stages, pipeline_microbatches
 from titan.config.job_config import JobConfig
 from titan.config.nearest import did_you_mean, nearest
-from titan.config.rules import Mistakes, Rule, divisors, listed, listed_near, nearest_multiples
+from titan.config.rules import MODEL_KEYS, Mistakes, Rule, divisors, listed, listed_near, nearest_multiples
 from titan.config.toml_text import shown
 from titan.models.spec import Stages
 from titan.parallelisms.schedule_csv import Schedule, find_fault, read_schedule
@@ -24,7 +24,6 @@ _LAYERS = "parallelism.pipeline_parallel_layers_per_stage"
 _PARTS = "parallelism.module_fqns_per_model_part"
 _LESS = tuple(f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
 _LOCAL = "training.local_batch_size"
-_MODEL = ("experimental.custom_import", "model.name", "model.flavor")
 
 
 def _model(config: JobConfig, world_size: int) -> Mistakes:
@@ -227,7 +226,7 @@ def _range(numbers: list[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
-_STAGE_KEYS = (*_MODEL, _DEGREE, _SCHEDULE, _CSV, _PARTS, _LAYERS, *_LESS)
+_STAGE_KEYS = (*MODEL_KEYS, _DEGREE, _SCHEDULE, _CSV, _PARTS, _LAYERS, *_LESS)
 
 
 def _splitting_schedule(config: JobConfig) -> str | None:
@@ -252,8 +251,8 @@ def _compile(config: JobConfig, world_size: int) -> Mistakes:
 
 
 RULES = (
-    Rule(_model, (*_MODEL, _DEGREE), (_DEGREE,)),
-    Rule(_names, (*_MODEL, _DEGREE, _PARTS)),
+    Rule(_model, (*MODEL_KEYS, _DEGREE), (_DEGREE,)),
+    Rule(_names, (*MODEL_KEYS, _DEGREE, _PARTS)),
     Rule(_file, (_DEGREE, _CSV), (_CSV,)),
     Rule(_stages, _STAGE_KEYS, (_PARTS, _LAYERS)),
     Rule(_file_stages, _STAGE_KEYS),

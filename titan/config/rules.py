@@ -9,6 +9,9 @@ from titan.config.job_config import JobConfig
 
 Mistakes = Iterator[str]
 
+# What the model is: a rule that asks for its sizes reads these.
+MODEL_KEYS = ("experimental.custom_import", "model.name", "model.flavor")
+
 _MOST_LISTED = 10
 
 
