@@ -55,6 +55,7 @@ def train(loaded: LoadedConfig) -> None:
 
     from titan.checkpoint.manager import CheckpointManager
     from titan.config.derived import global_batch_size, model_sizes, resolved_steps
+    from titan.config.errors import UserError
     from titan.config.toml_text import to_toml
     from titan.data.loader import DataLoader
     from titan.data.sources import open_documents
@@ -140,13 +141,18 @@ def train(loaded: LoadedConfig) -> None:
         for part in stages.parts:
             initialize_weights(part, job.debug.seed)
     else:
-        step, tokens_seen = state["step"], state["tokens_seen"]
-        loader.load_state_dict(state["data"])
+        step, tokens_seen = state.get("step", 0), state.get("tokens_seen", 0)
+        if "data" in state:
+            loader.load_state_dict(state["data"])
     save_config(loaded)  # as config.toml in the dump folder
 
     # 5. The loop.
     steps = resolved_steps(job, global_batch)
-    if step >= steps:
+    if job.checkpoint.create_seed_checkpoint:
+        if state is not None and "step" in state:
+            raise UserError(f"checkpoint.create_seed_checkpoint = true: {dump_folder} has a checkpoint of step {step}")
+        steps = 0  # the last step comes before the first, and is saved
+    elif step >= steps:
         length = "training.steps" if job.training.total_tokens is None else "training.total_tokens"
         advice = f"raise {length}, or choose another job.dump_folder"
         logger.info(f"step {step} of {steps}: nothing is left to do; {advice}")
@@ -167,9 +173,10 @@ def train(loaded: LoadedConfig) -> None:
     )
     train_step = TrainStep(stages, optimizer, job, dims, device.torch_device)
 
-    def save() -> None:
+    def save(*, last: bool) -> None:
+        state = {"step": step, "tokens_seen": tokens_seen, "data": loader.state_dict()}
         with metrics.pause("checkpoint"):
-            checkpoint.save(step, {"step": step, "tokens_seen": tokens_seen, "data": loader.state_dict()})
+            checkpoint.save(step, state, last=last)
 
     gc.collect()
     gc.disable()  # a collection on one rank makes all others wait; they collect together, every gc_freq steps
@@ -198,10 +205,10 @@ def train(loaded: LoadedConfig) -> None:
                 set_timeout(job.comm.train_timeout_seconds)
             if step % job.training.gc_freq == 0:
                 gc.collect(1)
-            if checkpoint.due(step, last=False):
-                save()
-        if checkpoint.due(step, last=True):
-            save()
+            if checkpoint.due(step, last=step == steps):
+                save(last=step == steps)
+        if checkpoint.due(step, last=True):  # the data ended early, or there is no step
+            save(last=step > 0)
         metrics.flush()
     finally:
         gc.enable()

@@ -5,8 +5,9 @@
 
 Each run is train.py by its own command line, in a fresh process. What metrics.jsonl doesn't say is seen from outside,
 while the process writes it. Rows can be other programs too, as long as their last line is a JSON object of figures with
-the names in `COLUMNS`. With several rounds every row runs once a round and the medians count, so that a machine's moods
-meet all rows alike. docs/benchmarks.md describes the method and the tables.
+the names in `COLUMNS`. With several rounds every row runs once a round and the medians count, and with `--turns` the
+rows of a group share the machine second by second, so that its moods meet all rows alike. docs/benchmarks.md describes
+the method and the tables.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -100,13 +102,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     failures: dict[Row, Failure] = {}
     deadline = time.monotonic() + options.limit
     for number in range(options.rounds):
-        for row in (row for row in rows if row not in failures):
-            print(f"round {number + 1} of {options.rounds}: {row.group}, {row.name}", file=sys.stderr, flush=True)
-            try:
-                rounds[row].append(measure(row, options.processes, deadline))
-            except Failure as failure:
-                failures[row] = failure
-                print(f"  {failure}", file=sys.stderr, flush=True)
+        left = [row for row in rows if row not in failures]
+        groups = {row.group: [other for other in left if other.group == row.group] for row in left}
+        for together in groups.values() if options.turns else [[row] for row in left]:
+            names = ", ".join(row.name for row in together)
+            print(f"round {number + 1} of {options.rounds}: {together[0].group}: {names}", file=sys.stderr, flush=True)
+            for row, outcome in measure(together, options.processes, deadline, options.turns).items():
+                if isinstance(outcome, Failure):
+                    failures[row] = outcome
+                    print(f"  {row.name}: {outcome}", file=sys.stderr, flush=True)
+                else:
+                    rounds[row].append(outcome)
     medians = {row: medians_of(rounds[row]) for row in rows}
     print(markdown(medians, failures, compare))
     if options.json is not None:
@@ -130,6 +136,8 @@ def plan(argv: Sequence[str] | None = None) -> Plan:
     options, arguments = parser.parse_known_args(argv)
     if options.table is None and not arguments:
         parser.error("nothing to measure: give --table FILE, or the arguments of train.py")
+    if options.turns and options.processes > 1:
+        parser.error("--turns stops and continues single processes: leave out --processes")
     table = tomllib.loads(options.table.read_text()) if options.table else {"groups": [{"name": "run"}]}
     rows = [row for row in _rows(table, options, arguments) if fnmatch(f"{row.group}/{row.name}", options.only)]
     if not rows:
@@ -147,6 +155,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--table", type=Path, metavar="FILE", help="rows to measure, as in scripts/benchmarks/")
     parser.add_argument("--only", default="*", metavar="GLOB", help="only rows whose GROUP/NAME is like that")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="run every row N times, in turns")
+    parser.add_argument(
+        "--turns", type=float, default=0, metavar="SECONDS", help="run a group's rows at once, each for SECONDS in turn"
+    )
     parser.add_argument("--warmup", type=int, metavar="N", help="steps that aren't measured (the table's, or 5)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps that are (the table's, or 20)")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes of each run of titan")
@@ -181,37 +192,75 @@ def _launcher(processes: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
 
 
-def measure(row: Row, processes: int, deadline: float) -> Figures:
-    """Run a row once.
+def measure(rows: Sequence[Row], processes: int, deadline: float, turn: float = 0) -> dict[Row, Figures | Failure]:
+    """Run rows once, several of them at the same time.
 
     Args:
-        deadline: when the run must have ended, by the monotonic clock.
+        processes: of each run of titan.
+        deadline: when the runs must have ended, by the monotonic clock.
+        turn: seconds that each row runs while the others are stopped; with it nothing is said of time by the clock.
 
-    Raises:
-        Failure: it was refused, failed, or didn't end in time.
+    Returns:
+        The figures of each row, or why it has none: it was refused, failed, or didn't end in time.
     """
     if time.monotonic() >= deadline:
-        raise NotRun("left out: the time that --limit gives is over")
+        return {row: NotRun("left out: the time that --limit gives is over") for row in rows}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        runs = [_Run(row, processes, Path(name) / str(number)) for number, row in enumerate(rows)]
+        while (live := [run for run in runs if run.is_alive]) and time.monotonic() < deadline:
+            for run in live:
+                run.go_on(min(time.monotonic() + (turn or deadline), deadline), stop=len(live) > 1)
+        outcomes = {run.row: run.outcome() for run in runs}
+    for figures in outcomes.values():
+        if isinstance(figures, Failure):
+            continue
+        if "tokens_per_cpu_second" in figures:
+            figures["cpu_seconds_per_token"] = 1 / figures["tokens_per_cpu_second"]
+        for by_clock in ("tokens_per_second", "seconds_to_first_step", "mfu") if len(rows) > 1 else ():
+            figures.pop(by_clock, None)
+    return outcomes
+
+
+class _Run:
+    """A row's process, stopped between its turns."""
+
+    def __init__(self, row: Row, processes: int, folder: Path) -> None:
+        self.row = row
+        self._folder = folder
+        folder.mkdir()
         command = [*row.command, f"--job.dump_folder={folder}"] if row.of_titan else row.command
         with (folder / "output").open("w") as output, (folder / "errors").open("w") as errors:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=errors)
-        watch = _Watch(process.pid, processes, folder / "metrics.jsonl")
-        while process.poll() is None and time.monotonic() < deadline:
-            watch.look()
+            self._process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=errors)
+        self._watch = _Watch(self._process.pid, processes, folder / "metrics.jsonl")
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def go_on(self, until: float, stop: bool) -> None:
+        """Watch it run until then, or until it ends; stop it afterwards if others are to run."""
+        self._process.send_signal(signal.SIGCONT)
+        while self.is_alive and time.monotonic() < until:
+            self._watch.look()
             time.sleep(POLL_SECONDS)
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
-            raise NotRun("stopped: the time that --limit gives is over")
-        if process.returncode:
-            raise _failure(process.returncode, (folder / "errors").read_text())
-        watch.look()
-        figures = watch.figures(row) if row.of_titan else _printed((folder / "output").read_text())
-    if "tokens_per_cpu_second" in figures:
-        figures["cpu_seconds_per_token"] = 1 / figures["tokens_per_cpu_second"]
-    return figures
+        if stop and self.is_alive:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def outcome(self) -> Figures | Failure:
+        """What was measured. Ends the process when it is still there."""
+        if self.is_alive:
+            self._process.kill()
+            self._process.wait()
+            return NotRun("stopped: the time that --limit gives is over")
+        if self._process.returncode:
+            return _failure(self._process.returncode, (self._folder / "errors").read_text())
+        self._watch.look()
+        try:
+            return (
+                self._watch.figures(self.row) if self.row.of_titan else _printed((self._folder / "output").read_text())
+            )
+        except Failure as failure:
+            return failure
 
 
 class _Usage(NamedTuple):

@@ -118,6 +118,50 @@ def test_a_finished_run_says_that_nothing_is_left_to_do(worlds: Worlds, tmp_path
         assert result.stderr.count(f"step 4 of 4: nothing is left to do; {advice}\n") == 1
 
 
+def test_ck_initial_a_seed_checkpoint_starts_runs_in_any_layout(
+    worlds: Worlds, tmp_path: Path, straight: list[dict[str, Any]]
+) -> None:
+    """Made by one process, taken up by two: in the folder that it lies in, and by a run that has another seed."""
+
+    def losses(ranks: int, folder: str, *more: str) -> list[float]:
+        case = [*arguments(tmp_path / folder, 8 // ranks, steps=2), *more]
+        return [row["loss"] for row in worlds(ranks).run(train_here, case)[0]]
+
+    fresh = losses(1, "fresh", "--debug.seed=5")
+    assert losses(1, "seed", "--debug.seed=5", "--checkpoint.create_seed_checkpoint") == []
+    assert [path.name for path in (tmp_path / "seed/checkpoint").iterdir()] == ["step-0"]
+    with pytest.raises(Exception, match="has a checkpoint of step 0"):
+        losses(1, "seed", "--debug.seed=5", "--checkpoint.create_seed_checkpoint")
+    start = f"--checkpoint.initial_load_path={tmp_path / 'seed/checkpoint/step-0'}"
+    elsewhere = losses(1, "one", start)
+    assert elsewhere[0] != pytest.approx(straight[0]["loss"], rel=1e-4)  # other weights
+    assert losses(2, "two", start) == pytest.approx(elsewhere, rel=1e-6)
+    assert losses(2, "seed", "--debug.seed=5") == pytest.approx(fresh, rel=1e-6)
+
+
+def test_ck_exclude_the_data_position(worlds: Worlds, tmp_path: Path) -> None:
+    """Other data may follow once its position is excluded; moments, step and learning rate go on."""
+    worlds(1).run(train_here, arguments(tmp_path, 4, steps=4))
+    other = [*arguments(tmp_path, 4, steps=8), "--debug.seed=7", "--checkpoint.interval=2"]
+    with pytest.raises(Exception, match="belongs to other data"):
+        worlds(1).run(train_here, other)
+    rows = worlds(1).run(train_here, [*other, "--checkpoint.exclude_from_loading=dataloader"])[0]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+
+
+def test_ck_export_dtype_of_a_run_s_last_save(worlds: Worlds, tmp_path: Path) -> None:
+    only_model = ["--checkpoint.last_save_model_only", "--checkpoint.export_dtype=bfloat16"]
+    worlds(2).run(train_here, [*arguments(tmp_path, 4, steps=8), *only_model])
+    sizes = {
+        path.name: sum(file.stat().st_size for file in path.glob("*.distcp"))
+        for path in (tmp_path / "checkpoint").iterdir()
+    }
+    assert sizes.keys() == {"step-4", "step-8"}
+    assert sizes["step-8"] < sizes["step-4"] / 4  # a sixth, and what the format adds
+    with pytest.raises(Exception, match="step-8 holds the model alone"):
+        worlds(2).run(train_here, arguments(tmp_path, 4, steps=12))
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -111,8 +111,8 @@ def test_ck_last(tmp_path: Path, settings: dict[str, Any], steps: int, expected:
 
 def test_nothing_is_saved_when_only_loading_or_when_off(tmp_path: Path) -> None:
     Run(tmp_path).save(1)
-    for settings in ({"load_only": True}, {"enable": False}):
-        run = Run(tmp_path, interval=1, **settings)
+    for folder, settings in ((tmp_path, {"load_only": True}), (tmp_path / "new", {"enable": False})):
+        run = Run(folder, interval=1, **settings)
         run.manager.load()
         assert not any(run.manager.due(step, last=True) for step in (1, 2, 3))
 

@@ -38,6 +38,7 @@ class Run:
     Args:
         layout: "plain" (every rank has everything), "fsdp", or "hsdp" (two copies).
         model: another model than the toy.
+        config_toml: the whole config, of which a checkpoint keeps a copy.
         settings: fields of [checkpoint].
     """
 
@@ -49,6 +50,7 @@ class Run:
         seed: int = 0,
         width: int = 7,
         model: nn.Module | None = None,
+        config_toml: str = "[job]\n",
         **settings: Any,
     ) -> None:
         torch.manual_seed(seed)
@@ -65,7 +67,7 @@ class Run:
             Path(folder),
             model_parts=[self.model],
             optimizer=self.optimizer,
-            config_toml="[job]\n",
+            config_toml=config_toml,
             layout={"dp_shard": dist.get_world_size()},
         )
 
@@ -89,7 +91,7 @@ class Run:
         whole = {}
         for name, tensor in training_tensors([self.model], self.optimizer).items():
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            whole[name] = (tuple(full.shape), str(full.dtype), full.contiguous().numpy().tobytes())
+            whole[name] = (tuple(full.shape), str(full.dtype), full.reshape(-1).view(torch.uint8).numpy().tobytes())
         return whole
 
 

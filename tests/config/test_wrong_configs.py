@@ -53,6 +53,19 @@ WRONG: list[tuple[str, list[str]]] = [
     ("run.toml", ["run.toml: not an option", "--section.field value"]),
     ("--training.steps=5 6", ["6: not an option"]),
     ("-training.steps=5", ["-training.steps=5: not an option"]),
+    # checkpoints
+    ("--checkpoint.initial_load_path=/no/such", ["initial_load_path", "no such folder"]),
+    ("--checkpoint.exclude_from_loading=typo", ["exclude_from_loading", "typo", "optimizer", "dataloader"]),
+    ("--checkpoint.exclude_from_loading=optimizer", ["belong together", "name train_state too"]),
+    ("--checkpoint.exclude_from_loading=train_state,dataloader", ["belong together", "name optimizer too"]),
+    (
+        "--checkpoint.create_seed_checkpoint",
+        ["create_seed_checkpoint", "nothing is saved with checkpoint.enable = false"],
+    ),
+    (
+        "--checkpoint.create_seed_checkpoint --checkpoint.enable --checkpoint.load_only",
+        ["create_seed_checkpoint", "nothing is saved with checkpoint.load_only = true"],
+    ),
     # sections and keys mixed up
     ("training = 5", ["training = 5", "is a section; write [training]"]),
     ("[[training]]\nsteps = 1", ["training = ", "is a section; write [training]"]),

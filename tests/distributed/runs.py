@@ -48,7 +48,8 @@ def train_here(arguments: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def read_metrics(loaded: LoadedConfig) -> list[dict[str, Any]]:
-    lines = (Path(loaded.config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
+    path = Path(loaded.config.job.dump_folder) / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []  # a run without a step has none
     return [json.loads(line) for line in lines]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from titan.checkpoint.collective import Ranks
-from titan.checkpoint.folders import recover, scan, step_folder
+from titan.checkpoint.folders import STEP_NAME, recover, scan, step_folder
 from titan.checkpoint.manifest import Manifest, find_damage
 from titan.config.errors import UserError
 from titan.config.job_config import Checkpoint
@@ -30,7 +30,9 @@ def choose(root: Path, settings: Checkpoint) -> Manifest | None:
         logger.warning(f"skipping {step_folder(root, step)}: {reason}")
     wanted = settings.load_step
     if wanted == -1:
-        return list(found.complete.values())[-1] if found.complete else None
+        if not found.complete:
+            return None
+        wanted = max(found.complete)
     if wanted not in found.complete:
         why = found.skipped.get(wanted, "there is no such folder")
         steps = ", ".join(map(str, found.complete)) or "none"
@@ -41,7 +43,47 @@ def choose(root: Path, settings: Checkpoint) -> Manifest | None:
     if newer := [step for step in found.complete if step > wanted]:
         fate = "" if settings.load_only else "; the first save sets them aside"
         logger.warning(f"resuming from step {wanted} though there are newer ones: {', '.join(map(str, newer))}{fate}")
-    return found.complete[wanted]
+    chosen = found.complete[wanted]
+    if chosen.model_only:
+        whole = [step for step, manifest in found.complete.items() if not manifest.model_only]
+        advice = f"go on from an earlier step with --checkpoint.load_step={whole[-1]}, or " if whole else ""
+        raise UserError(
+            f"{step_folder(root, wanted)} holds the model alone (checkpoint.last_save_model_only): that run is "
+            f"finished and can't be resumed from there; {advice}start another run from its weights, in another "
+            f"job.dump_folder, with --checkpoint.initial_load_path={step_folder(root, wanted)}"
+        )
+    return chosen
+
+
+def find_initial(path: Path, model_only: bool) -> tuple[Path, Manifest]:
+    """The checkpoint that checkpoint.initial_load_path means: a step's folder, or the newest of a folder of them.
+
+    Returns:
+        The folder that its `step-N` lies in, and its manifest.
+
+    Raises:
+        UserError: there is none, or it holds no more than the model where everything is asked for.
+    """
+    found = scan(path)
+    if (match := STEP_NAME.fullmatch(path.name)) and not found.complete:
+        root, step = path.parent, int(match[1])
+        found = scan(root)
+    else:
+        root, step = path, max(found.complete, default=-1)
+    if step not in found.complete:
+        why = "; ".join(f"{step_folder(root, step)}: {reason}" for step, reason in found.skipped.items())
+        raise UserError(
+            f'checkpoint.initial_load_path = "{path}": no complete checkpoint there ({why or "no folder step-N"}); '
+            "expected a folder step-N, or one that holds such folders. For Hugging Face weights set "
+            "checkpoint.initial_load_in_hf = true"
+        )
+    manifest = found.complete[step]
+    if manifest.model_only and not model_only:
+        raise UserError(
+            f'checkpoint.initial_load_path = "{path}": {step_folder(root, step)} holds the model alone; set '
+            "checkpoint.initial_load_model_only = true"
+        )
+    return root, manifest
 
 
 def refuse_damaged(root: Path, manifest: Manifest, verify: Literal["size", "checksum", "none"], ranks: Ranks) -> None:

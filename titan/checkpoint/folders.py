@@ -18,7 +18,7 @@ from typing import NamedTuple
 from titan.checkpoint.manifest import Manifest, ManifestError, find_damage, read_manifest, sync_folder
 from titan.observability.logging import logger
 
-_STEP = re.compile(r"step-(0|[1-9]\d*)")
+STEP_NAME = re.compile(r"step-(0|[1-9]\d*)")
 _UNFINISHED = re.compile(r"\.(saving|removing)-step-(0|[1-9]\d*)")
 
 
@@ -40,7 +40,7 @@ def saving_folder(root: Path, step: int) -> Path:
 def scan(root: Path) -> Scan:
     """Look at every `step-N` in `root`, which need not exist."""
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
-    steps = sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
+    steps = sorted(int(match[1]) for match in map(STEP_NAME.fullmatch, names) if match)
     found = Scan({}, {})
     for step in steps:
         try:

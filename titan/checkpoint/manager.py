@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan.checkpoint.choice import choose, refuse_damaged
 from titan.checkpoint.collective import Ranks
-from titan.checkpoint.folders import keep_latest, publish, saving_folder, start_saving, step_folder
+from titan.checkpoint.folders import keep_latest, publish, saving_folder, start_saving
+from titan.checkpoint.loading import Loader, readable
 from titan.checkpoint.manifest import (
     TRAIN_STATE_FILE,
     FileRecord,
@@ -30,8 +30,8 @@ from titan.checkpoint.manifest import (
     write_manifest,
     write_synced,
 )
-from titan.checkpoint.state import TensorInfo, check_same_model, describe, training_tensors
-from titan.checkpoint.tensor_files import files_written_by, read_tensors, stored_tensors, write_tensors
+from titan.checkpoint.state import MODEL_PREFIX, training_tensors
+from titan.checkpoint.tensor_files import files_written_by, write_tensors
 from titan.config.errors import UserError
 from titan.config.job_config import Checkpoint
 from titan.observability.logging import logger
@@ -74,42 +74,26 @@ class CheckpointManager:
         self._last_time = time.monotonic()
 
     def load(self) -> dict[str, Any] | None:
-        """Fill weights and optimizer from the checkpoint of `load_step`, -1 being the newest complete one.
+        """Fill weights and optimizer from the run's own checkpoint, or else from checkpoint.initial_load_path.
 
-        Finishes or clears away first what an interrupted save left, unless `load_only`: another run may be saving.
+        The checkpoint is that of `load_step`, -1 being the newest complete one. Finishes or clears away first what an
+        interrupted save left, unless `load_only`: another run may be saving.
 
         Returns:
-            The train state given to `save`; None when there is no checkpoint, or checkpoints are not enabled.
+            The train state given to `save`, without what `exclude_from_loading` names; empty when only weights were
+            loaded; None when nothing was.
 
         Raises:
-            UserError: the step isn't there, it is damaged, or it is of another model.
+            UserError: the step isn't there, it is damaged, of another model, or the folder belongs to another run.
             RuntimeError: reading failed; it names ranks and causes. Weights may be half loaded.
         """
-        if not self._settings.enable:
-            return None
-        started = time.monotonic()
-        manifest = self._ranks.on_first(
-            f"look for checkpoints in {self._root}", lambda: choose(self._root, self._settings)
-        )
-        if manifest is None:
-            logger.info(f"No checkpoint in {self._root}: training starts anew")
-            return None
-        refuse_damaged(self._root, manifest, self._settings.verify, self._ranks)
-        folder = step_folder(self._root, manifest.step)
-        tensors = self._live_tensors()
-        train_state = self._ranks.on_each(
-            f"read {folder}", lambda: describe(tensors), lambda by_rank: _train_state(folder, by_rank)
-        )
-        read_tensors(folder, tensors, self._ranks.group)
-        self._last_step = manifest.step
+        loader = Loader(self._settings, self._root, self._config_toml, self._ranks, self._live_tensors)
+        start = loader.load()
         self._last_time = time.monotonic()
-        layout = ", ".join(f"{name} {degree}" for name, degree in manifest.layout.items())
-        origin = f"saved at {manifest.time} with world size {manifest.world_size}: {layout}"
-        logger.info(
-            f"Loaded step {manifest.step} from {folder} in {self._last_time - started:.1f} s "
-            f"({_readable(manifest.total_bytes)}; {origin})"
-        )
-        return train_state
+        if start is None:
+            return None
+        self._last_step = start.resumed_step
+        return start.train_state
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether to save after `step`, the same answer on all ranks. Never for a step that was loaded or saved.
@@ -126,10 +110,11 @@ class CheckpointManager:
             return step % settings.interval == 0
         return self._ranks.agree(time.monotonic() - self._last_time >= settings.interval)
 
-    def save(self, step: int, train_state: Mapping[str, Any]) -> None:
+    def save(self, step: int, train_state: Mapping[str, Any], *, last: bool = False) -> None:
         """Save the weights and the optimizer as they are, and delete what `keep_latest_k` no longer keeps.
 
         Args:
+            last: no step comes after it: the optimizer is left out if `last_save_model_only`.
             train_state: anything else that a resume needs, as JSON: dicts with text keys, lists, texts, numbers,
                 booleans, None. Rank 0's is saved.
 
@@ -142,15 +127,16 @@ class CheckpointManager:
         task = f"save step {step} in {self._root}"
         train_state_text = self._ranks.on_first(task, lambda: self._prepare(step, train_state))
         folder = saving_folder(self._root, step)
-        write_tensors(folder, self._live_tensors(), self._ranks.group)
+        model_only = last and self._settings.last_save_model_only
+        write_tensors(folder, self._exported_weights() if model_only else self._live_tensors(), self._ranks.group)
         size = self._ranks.on_each(
             task,
             lambda: record_files(files_written_by(self._ranks.rank, folder)),
-            lambda by_rank: self._complete(step, train_state_text, by_rank),
+            lambda by_rank: self._complete(step, train_state_text, model_only, by_rank),
         )
         self._last_step = step
         self._last_time = time.monotonic()
-        logger.info(f"Saved step {step} in {self._last_time - started:.1f} s ({_readable(size)})")
+        logger.info(f"Saved step {step} in {self._last_time - started:.1f} s ({readable(size)})")
 
     def _live_tensors(self) -> dict[str, torch.Tensor]:
         # Collected at each call, never kept: a save has to hold what the optimizer and the modules hold by then.
@@ -162,12 +148,23 @@ class CheckpointManager:
         )
         return tensors
 
+    def _exported_weights(self) -> dict[str, torch.Tensor]:
+        """The model's tensors, those of floating point as `export_dtype`; the live ones stay as they are."""
+        dtype: torch.dtype = getattr(torch, self._settings.export_dtype)
+        return {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in self._live_tensors().items()
+            if name.startswith(MODEL_PREFIX)
+        }
+
     def _prepare(self, step: int, train_state: Mapping[str, Any]) -> str:
         text = _exact_json(train_state)
         start_saving(self._root, step)
         return text
 
-    def _complete(self, step: int, train_state_text: str, by_rank: Sequence[Mapping[str, FileRecord]]) -> int:
+    def _complete(
+        self, step: int, train_state_text: str, model_only: bool, by_rank: Sequence[Mapping[str, FileRecord]]
+    ) -> int:
         """Rank 0's part once all shards are written. Returns the checkpoint's bytes."""
         folder = saving_folder(self._root, step)
         train_state_file = folder / TRAIN_STATE_FILE
@@ -189,24 +186,13 @@ class CheckpointManager:
             world_size=self._ranks.size,
             layout=self._layout,
             config=self._config_toml,
+            model_only=model_only,
             files=files,
         )
         write_manifest(folder, manifest)
         publish(self._root, step)
         keep_latest(self._root, self._settings.keep_latest_k, step)
         return manifest.total_bytes
-
-
-def _train_state(folder: Path, ours_by_rank: Sequence[Mapping[str, TensorInfo]]) -> dict[str, Any]:
-    """The train state of a checkpoint whose tensors are this run's.
-
-    Args:
-        ours_by_rank: the live tensors of each rank; with a pipeline each has some.
-    """
-    ours = {name: info for described in ours_by_rank for name, info in described.items()}
-    check_same_model(str(folder), stored_tensors(folder), ours)
-    train_state: dict[str, Any] = json.loads((folder / TRAIN_STATE_FILE).read_text(encoding="utf-8"))
-    return train_state
 
 
 def _exact_json(train_state: Mapping[str, Any]) -> str:
@@ -227,7 +213,3 @@ def _titan_version() -> str:
         return metadata.version("titan")
     except metadata.PackageNotFoundError:  # run from a checkout
         return "not installed"
-
-
-def _readable(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

@@ -44,6 +44,7 @@ class Manifest:
         world_size, layout: the ranks, and the degrees of parallelism by name.
         config: the resolved config, as TOML.
         files: every other file by name.
+        model_only: it holds the model without what a resume needs beside it.
     """
 
     step: int
@@ -55,6 +56,7 @@ class Manifest:
     layout: dict[str, int]
     config: str
     files: dict[str, FileRecord]
+    model_only: bool = False
 
     @property
     def total_bytes(self) -> int:

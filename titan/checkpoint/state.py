@@ -20,6 +20,9 @@ from titan.parallelisms.float8 import unwrapped
 if TYPE_CHECKING:
     from titan.training.optimizer import Optimizer
 
+# How the names of weights and buffers begin.
+MODEL_PREFIX = "model."
+
 # Modules that torch.compile and activation checkpointing put around another one.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
@@ -47,7 +50,7 @@ def training_tensors(model_parts: Sequence[nn.Module], optimizer: Optimizer) -> 
     """
     named = _model_tensors(model_parts)
     names = {id(tensor): name for name, tensor in named.items()}
-    tensors = {f"model.{name}": unwrapped(tensor.detach()) for name, tensor in named.items()}
+    tensors = {MODEL_PREFIX + name: unwrapped(tensor.detach()) for name, tensor in named.items()}
     make_optimizer_state(optimizer)
     state = optimizer.state
     for parameter in _parameters(optimizer):

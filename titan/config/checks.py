@@ -11,7 +11,14 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from titan.config import checks_activation, checks_float8, checks_optimizer, checks_parallelism, checks_pipeline
+from titan.config import (
+    checks_activation,
+    checks_checkpoint,
+    checks_float8,
+    checks_optimizer,
+    checks_parallelism,
+    checks_pipeline,
+)
 from titan.config.derived import batch_degree, global_batch_size, model_sizes, pipeline_microbatches, resolved_steps
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
@@ -121,14 +128,6 @@ def _dataset_path(config: JobConfig, world_size: int) -> Mistakes:
         yield f'training.dataset_path = "{path}": matches no file{did_you_mean(path, beside)}'
 
 
-def _load_step(config: JobConfig, world_size: int) -> Mistakes:
-    if config.checkpoint.load_step != -1 and not config.checkpoint.enable:
-        yield (
-            f"checkpoint.load_step = {config.checkpoint.load_step}: nothing is loaded while checkpoint.enable = false; "
-            "set checkpoint.enable = true, or leave load_step at -1"
-        )
-
-
 _BATCH_RANKS = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
 _MODEL = ("model.name", "model.flavor")
 
@@ -147,7 +146,7 @@ RULES = (
     *checks_float8.RULES,
     Rule(_dataset, ("experimental.custom_import", "training.dataset"), ("training.dataset",)),
     Rule(_dataset_path, ("training.dataset", "training.dataset_path")),
-    Rule(_load_step, ("checkpoint.load_step", "checkpoint.enable")),
+    *checks_checkpoint.RULES,
 )
 
 
@@ -163,6 +162,7 @@ def warn(config: JobConfig, world_size: int, origins: Mapping[str, str]) -> list
         *_pipeline_warnings(config),
         *_loss_warnings(config),
         *checks_activation.warnings(config),
+        *checks_checkpoint.warnings(config),
         *_vocabulary_warnings(config),
         *checks_optimizer.warnings(config, origins),
         *checks_float8.warnings(config),

@@ -329,6 +329,28 @@ class Checkpoint:
     interval_type: Literal["steps", "seconds"] = setting("steps", "What checkpoint.interval counts.")
     interval: int = setting(500, "Steps or seconds between saves; the last step is saved in any case.", minimum=1)
     load_step: int = setting(-1, "Step to resume from; -1: the newest complete one.", minimum=0, also=(-1,))
+    initial_load_path: str | None = setting(
+        None,
+        "Checkpoint to start from while the run has none of its own: a folder step-N, or one of such folders, whose "
+        "newest it is.",
+    )
+    initial_load_model_only: bool = setting(
+        True, "Of checkpoint.initial_load_path take the weights alone. Off: optimizer, step and data position too."
+    )
+    exclude_from_loading: list[Literal["optimizer", "train_state", "dataloader"]] = setting(  # noqa: RUF009
+        [],
+        "What isn't loaded of a checkpoint but starts anew: the optimizer's state with train_state (step, and so the "
+        "learning rate), dataloader (position in the data).",
+    )
+    last_save_model_only: bool = setting(
+        False, "Save the model alone after the last step; the run can't be extended then."
+    )
+    export_dtype: Literal["float32", "bfloat16", "float16"] = setting(
+        "float32", "Type of the weights that last_save_model_only saves."
+    )
+    create_seed_checkpoint: bool = setting(
+        False, "Save the initial weights as step 0 and end, for runs that start from the same ones."
+    )
     keep_latest_k: int = setting(10, "Complete checkpoints to keep; 0 keeps all.", minimum=0)
     enable_first_step_checkpoint: bool = setting(False, "Also save after the first step, to try storage early.")
     load_only: bool = setting(
