@@ -65,6 +65,7 @@ def train(loaded: LoadedConfig) -> None:
     from titan.observability.logging import init_logging, logger
     from titan.observability.metrics import MetricsLogger, StepResult
     from titan.observability.plan import describe_run, describe_text
+    from titan.parallelisms.compile import describe_compilation
     from titan.parallelisms.parallel_dims import ParallelDims
     from titan.parallelisms.process_group import set_timeout, start_process_group
     from titan.training.initialize import initialize_weights, materialize, set_weight_dtype
@@ -74,6 +75,7 @@ def train(loaded: LoadedConfig) -> None:
     from titan.training.reproducibility import seed_step, set_determinism
     from titan.training.step import Stages, TrainStep, WholeModel, count_valid_tokens
 
+    started = time.perf_counter()
     job = loaded.config
 
     # 1. Where: this process's device, the job's process group, one mesh over all its ranks.
@@ -203,6 +205,8 @@ def train(loaded: LoadedConfig) -> None:
             metrics.step(StepResult(step, outcome.loss, outcome.grad_norm, lr, tokens_per_step, data_seconds))
             if step == first_step:
                 set_timeout(job.comm.train_timeout_seconds)
+                compiling = f"; {describe_compilation()}" if job.compile.enable else ""
+                logger.info(f"First step done {time.perf_counter() - started:.1f} s after the start{compiling}")
             if step % job.training.gc_freq == 0:
                 gc.collect(1)
             if checkpoint.due(step, last=step == steps):

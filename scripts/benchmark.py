@@ -207,6 +207,8 @@ def measure(rows: Sequence[Row], processes: int, deadline: float, turn: float = 
         return {row: NotRun("left out: the time that --limit gives is over") for row in rows}
     with tempfile.TemporaryDirectory() as name:
         runs = [_Run(row, processes, Path(name) / str(number)) for number, row in enumerate(rows)]
+        for run in runs[1:]:
+            run.stop()
         while (live := [run for run in runs if run.is_alive]) and time.monotonic() < deadline:
             for run in live:
                 run.go_on(min(time.monotonic() + (turn or deadline), deadline), stop=len(live) > 1)
@@ -243,7 +245,11 @@ class _Run:
         while self.is_alive and time.monotonic() < until:
             self._watch.look()
             time.sleep(POLL_SECONDS)
-        if stop and self.is_alive:
+        if stop:
+            self.stop()
+
+    def stop(self) -> None:
+        if self.is_alive:
             self._process.send_signal(signal.SIGSTOP)
 
     def outcome(self) -> Figures | Failure:

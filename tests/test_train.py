@@ -317,3 +317,16 @@ def test_first_step_comes_soon(tmp_path: Path) -> None:
     seconds = time.monotonic() - start
     assert process.wait(60) == 0
     assert seconds < 30
+
+
+def test_imports_are_those_of_what_is_used(tmp_path: Path) -> None:
+    """Half a second here and there: a plain run on one process loads no library of a technique that is off."""
+    command = ["train.py", *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=1"]
+    code = f"import runpy, sys; sys.argv = {command}; runpy.run_path('train.py', run_name='__main__')\n"
+    result = run([sys.executable, "-c", code + "print(*sys.modules)"])
+    assert result.returncode == 0, result.stderr
+    loaded = set(result.stdout.split())
+    assert "torch" in loaded
+    lazy = "torch.distributed.pipelining torch.distributed.checkpoint.state_dict_saver torch._inductor.compile_fx "
+    lazy += "datasets tensorboard transformers torchao tokenizers safetensors tiktoken sentencepiece pandas pyarrow"
+    assert loaded.isdisjoint(lazy.split())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from tests.parallelisms.test_activation_checkpoint import llama
 from titan.config.job_config import Compile
-from titan.parallelisms.compile import apply_compile
+from titan.parallelisms.compile import apply_compile, describe_compilation
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -25,3 +27,14 @@ def test_ac_rope_compile_in_bf16(backend: str) -> None:
         apply_compile([attention], Compile(enable=True, backend=backend))
         compiled = attention(x, *tables)
     assert (compiled - eager).abs().max() < 2**-7 * eager.abs().max()
+
+
+def test_what_was_compiled_is_told() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert describe_compilation().startswith("0 graph(s)")
+    linears = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 5)]
+    apply_compile(linears, Compile(enable=True, backend="aot_eager"))
+    for linear in linears:
+        linear(torch.ones(2, 3))
+    assert re.fullmatch(r"2 graph\(s\) compiled in [0-9.]+ s, 0 taken from the cache on disk", describe_compilation())

@@ -25,12 +25,13 @@ from tests.distributed.traffic import Traffic
 from tests.distributed.world import Worlds
 from titan.checkpoint.state import training_tensors
 from titan.checkpoint.tensor_files import read_tensors, write_tensors
+from titan.config.errors import UserError
 from titan.config.job_config import Float8
 from titan.config.loader import load_and_check
 from titan.models.spec import model_families
 from titan.observability.device import Device
 from titan.observability.plan import describe_run
-from titan.parallelisms.float8 import Linears, sort_linears
+from titan.parallelisms.float8 import Linears, convert_to_float8, refuse_unconverted, sort_linears
 from titan.parallelisms.parallel_dims import ParallelDims
 
 FLOAT8 = ["--float8.enable_float8_linear", "--float8.emulate"]
@@ -218,6 +219,16 @@ def test_a_linear_with_a_forward_of_its_own_is_left_alone() -> None:
     dims = ParallelDims(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)
     found = sort_linears(nn.ModuleDict({"own": Own(16, 16), "plain": nn.Linear(16, 16)}), Float8(), dims)
     assert (found.converted, found.unfit) == (("plain",), ("own",))
+
+
+def test_a_family_that_does_not_convert_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 7))
+    settings = Float8(enable_float8_linear=True, emulate=True)
+    dims = ParallelDims(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)
+    with pytest.raises(UserError, match=r"leaves 1 linears as they are \(0, …\); it must call .*convert_to_float8"):
+        refuse_unconverted([model], settings, dims)
+    convert_to_float8(model, settings, dims)
+    refuse_unconverted([model], settings, dims)
 
 
 def test_the_plan_tells_what_is_converted() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +19,12 @@ from scripts import benchmark
 from scripts.benchmark import Failure, NotRun, Row, markdown, medians_of, plan
 from scripts.benchmarks import sizes  # noqa: F401  (registers the family)
 from tests import reference_loop
-from tests.distributed.runs import TINY
+from tests.distributed.runs import TINY, train_here
+from tests.distributed.world import Worlds
 from titan.config.errors import ConfigError
 from titan.config.loader import load_and_check
 from titan.models.spec import model_families
+from titan.training.step import StepOutcome, TrainStep
 
 TABLES = sorted(Path(benchmark.__file__).parent.glob("benchmarks/*.toml"))
 
@@ -61,14 +66,39 @@ def test_a_run_that_fails_or_takes_too_long(tmp_path: Path) -> None:
     def row(code: str) -> Row:
         return Row("group", "row", (sys.executable, "-c", code), False, 1, 1)
 
-    with pytest.raises(Failure, match="failed with status 1: ValueError: why"):
-        benchmark.measure(row("raise ValueError('why')"), 1, time.monotonic() + 60)
+    def outcome(code: str, seconds: float) -> Any:
+        (found,) = benchmark.measure([row(code)], 1, time.monotonic() + seconds).values()
+        return found
+
+    failed = outcome("raise ValueError('why')", 60)
+    assert isinstance(failed, Failure) and str(failed) == "failed with status 1: ValueError: why"
     start = time.monotonic()
-    with pytest.raises(NotRun, match="stopped"):
-        benchmark.measure(row("import time; time.sleep(60)"), 1, start + 0.5)
+    stopped = outcome("import time; time.sleep(60)", 0.5)
+    assert isinstance(stopped, NotRun) and str(stopped).startswith("stopped")
     assert time.monotonic() - start < 30
-    with pytest.raises(NotRun, match="left out"):
-        benchmark.measure(row("pass"), 1, time.monotonic() - 1)
+    left_out = outcome("pass", -1)
+    assert isinstance(left_out, NotRun) and str(left_out).startswith("left out")
+
+
+def test_rows_in_turns(tmp_path: Path) -> None:
+    """Both run at once, never at the same time: what one does in its turns, the other does in its own."""
+    code = "import json, time\nwhile time.process_time() < 0.6: print(time.monotonic())\n"
+    code += "print(json.dumps({'loss': 1, 'tokens_per_second': 2}))"
+    rows = [Row("group", name, (sys.executable, "-c", code), False, 1, 1) for name in "ab"]
+    times: dict[str, list[float]] = {}
+
+    def keep(text: str) -> dict[str, float]:
+        times[str(len(times))] = [float(line) for line in text.splitlines()[:-1]]
+        return {"loss": 1.0, "tokens_per_second": 2.0}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark, "_printed", keep)
+        outcomes = benchmark.measure(rows, 1, time.monotonic() + 60, turn=0.1)
+    assert list(outcomes.values()) == [{"loss": 1.0}] * 2  # a clock that ran on while a row stood still says nothing
+    first, second = times.values()
+    owners = [owner for _, owner in sorted([(moment, "a") for moment in first] + [(moment, "b") for moment in second])]
+    turns = sum(owner != other for owner, other in pairwise(owners))
+    assert 4 <= turns < 40  # side by side, they would alternate at every print
 
 
 def test_figures_are_those_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,3 +200,29 @@ def test_the_bounds_chunked_loss_is_the_loss(chunks: int) -> None:
     found = reference_loop.chunked_loss(h, weight, labels, chunks, reference_loop.chunk_of_loss)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_overhead_of_a_step(worlds: Worlds, tmp_path: Path) -> None:
+    """What isn't model, loss and optimizer, such as data, metrics and agreement: under 2 % of a step of size S."""
+    assert worlds(1).run(_share_outside_the_step, str(tmp_path))[0] < 0.02
+
+
+def _share_outside_the_step(folder: str) -> float:
+    inside: list[float] = []
+    run = TrainStep.run
+
+    def timed(*args: Any) -> StepOutcome:
+        start = time.perf_counter()
+        outcome = run(*args)
+        inside.append(time.perf_counter() - start)
+        return outcome
+
+    arguments = ["--experimental.custom_import=scripts.benchmarks.sizes", "--model.name=benchmark", "--model.flavor=S"]
+    arguments += ["--training.mixed_precision_param=float32", "--training.seq_len=256", "--training.steps=16"]
+    arguments += ["--metrics.log_freq=1", "--metrics.progress=none", f"--job.dump_folder={folder}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainStep, "run", timed)
+        rows = train_here(arguments)
+    shares = [1 - spent / row["step_seconds"] for spent, row in zip(inside, rows, strict=True)]
+    return statistics.median(shares[4:])

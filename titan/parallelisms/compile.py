@@ -19,3 +19,14 @@ def apply_compile(blocks: Iterable[nn.Module], settings: Compile) -> None:
     """
     for block in blocks:
         block.forward = torch.compile(block.forward, backend=settings.backend, fullgraph=True)
+
+
+def describe_compilation() -> str:
+    """What torch.compile has done in this process so far, for people."""
+    # torch 2.13 has no public call for this.
+    from torch._dynamo.utils import calculate_time_spent, counters
+
+    seconds = calculate_time_spent().get("total_wall_time", 0.0)
+    graphs = counters["stats"]["unique_graphs"]
+    hits = counters["aot_autograd"]["autograd_cache_hit"]
+    return f"{graphs} graph(s) compiled in {seconds:.1f} s, {hits} taken from the cache on disk"

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from titan.config.derived import FLOAT8_UNIT, float8_recipe
+from titan.config.errors import UserError
 from titan.config.job_config import Float8
 from titan.parallelisms.parallel_dims import ParallelDims
 
@@ -75,6 +76,21 @@ def convert_to_float8(model: nn.Module, settings: Float8, dims: ParallelDims) ->
         if names:
             config = dataclasses.replace(recipe, enable_fsdp_float8_all_gather=gathered, emulate=settings.emulate)
             convert_to_float8_training(model, config=config, module_filter_fn=partial(_is_one_of, names))
+
+
+def refuse_unconverted(parts: Sequence[nn.Module], settings: Float8, dims: ParallelDims) -> None:
+    """See to it that a family's parallelize function has converted the linears that float8 is for.
+
+    Raises:
+        UserError: it left them as they are, so that float8 would silently do nothing.
+    """
+    left = [name for part in parts for name in sort_linears(part, settings, dims).converted]
+    if left:
+        raise UserError(
+            f"float8.enable_float8_linear = true: the model family's parallelize function leaves {len(left)} linears "
+            f"as they are ({left[0]}, …); it must call titan.parallelisms.float8.convert_to_float8 before tensor "
+            "parallelism (docs/models.md)"
+        )
 
 
 def _is_one_of(names: set[str], module: nn.Module, name: str) -> bool:

@@ -17,7 +17,7 @@ from titan.data.loader import Microbatch
 from titan.models.layers.head import IGNORED, Labels
 from titan.observability.logging import logger
 from titan.parallelisms.context import SequenceShards
-from titan.parallelisms.float8 import precompute_scales, precomputes_scales
+from titan.parallelisms.float8 import precompute_scales, precomputes_scales, refuse_unconverted
 from titan.parallelisms.fsdp import reduce_over_replicas
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.training.gradients import clip_gradients, gradient_norm
@@ -134,6 +134,8 @@ class TrainStep:
         if dims.cp > 1:
             balanced = config.parallelism.context_parallel_load_balancer == "headtail"
             self._shards = SequenceShards(dims.world.get_local_rank("cp"), dims.cp, balanced)
+        if config.float8.enable_float8_linear:
+            refuse_unconverted(stages.parts, config.float8, dims)
         self._precomputes_scales = precomputes_scales(config.float8, dims)
         if self._precomputes_scales:
             precompute_scales(stages.parts)
