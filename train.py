@@ -60,6 +60,7 @@ def train(loaded: LoadedConfig) -> None:
     from titan.data.loader import DataLoader
     from titan.data.sources import open_documents
     from titan.data.tokenizer import build_tokenizer
+    from titan.data.validation import read_rows, validation_text
     from titan.models.spec import model_families
     from titan.observability.device import configure_allocator, find_device, measure_peak_flops
     from titan.observability.logging import init_logging, logger
@@ -74,6 +75,7 @@ def train(loaded: LoadedConfig) -> None:
     from titan.training.optimizer_groups import plan_updates
     from titan.training.reproducibility import seed_step, set_determinism
     from titan.training.step import Stages, TrainStep, WholeModel, count_valid_tokens
+    from titan.training.validate import evaluate
 
     started = time.perf_counter()
     job = loaded.config
@@ -108,6 +110,12 @@ def train(loaded: LoadedConfig) -> None:
         batch_degree=dims.batch_degree,
         group=batch_group,
     )
+
+    validation = None
+    if job.validation.enable:
+        windows = None if job.validation.steps == -1 else job.validation.steps * global_batch
+        place = dims.batch.get_local_rank(), dims.batch_degree
+        validation = read_rows(validation_text(job), tokenizer, windows, *place)
 
     # 3. What: the model, made without memory, spread over the ranks, and only then given its share of it.
     family, sizes = model_families()[job.model.name], model_sizes(job)
@@ -209,6 +217,10 @@ def train(loaded: LoadedConfig) -> None:
                 logger.info(f"First step done {time.perf_counter() - started:.1f} s after the start{compiling}")
             if step % job.training.gc_freq == 0:
                 gc.collect(1)
+            if validation and (step % job.validation.freq == 0 or step == steps):
+                with metrics.pause("validation"):
+                    score = evaluate(stages, job, dims, device.torch_device, validation.microbatches)
+                metrics.validation(step, score, validation.bytes_per_token)
             if checkpoint.due(step, last=step == steps):
                 save(last=step == steps)
         if checkpoint.due(step, last=True):  # the data ended early, or there is no step

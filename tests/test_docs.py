@@ -93,7 +93,7 @@ class Session:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.output = ""
-        for name in ("train.py", "train_configs", "scripts", "Makefile"):
+        for name in ("train.py", "train_configs", "scripts", "docs", "Makefile"):
             (folder / name).symlink_to(ROOT / name)
 
     def write(self, name: str, text: str) -> None:
@@ -184,6 +184,8 @@ def python(session: Session, variables: dict[str, str], words: list[str], asked:
                 patch.chdir(session.folder)
                 draw_schedule.main(arguments)
             session.output = output.getvalue()
+        case ["scripts/evaluate.py", *arguments]:
+            session.script(["scripts/evaluate.py", *arguments])
         case ["scripts/benchmark.py", *arguments]:
             measure(session, arguments)
         case ["-m", "pytest", path]:  # the tests run by themselves

@@ -66,6 +66,15 @@ WRONG: list[tuple[str, list[str]]] = [
         "--checkpoint.create_seed_checkpoint --checkpoint.enable --checkpoint.load_only",
         ["create_seed_checkpoint", "nothing is saved with checkpoint.load_only = true"],
     ),
+    # validation
+    ("--validation.enable --validation.dataset=txt", ["dataset = 'txt'", "Did you mean text?"]),
+    ("--validation.enable --validation.dataset=text", ['validation.dataset = "text" needs validation.dataset_path']),
+    (
+        "--validation.enable --validation.dataset=json --validation.dataset_path=/no/*.json",
+        ['validation.dataset_path = "/no/*.json": matches no file'],
+    ),
+    ("--validation.enable --validation.seq_len=10000", ["validation.seq_len = 10000", "positions for 8192"]),
+    ("--validation.freq=0", ["--validation.freq 0", "at least 1"]),
     # sections and keys mixed up
     ("training = 5", ["training = 5", "is a section; write [training]"]),
     ("[[training]]\nsteps = 1", ["training = ", "is a section; write [training]"]),

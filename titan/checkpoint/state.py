@@ -48,9 +48,8 @@ def training_tensors(model_parts: Sequence[nn.Module], optimizer: Optimizer) -> 
         ValueError: two parts share a name, or the optimizer holds a parameter that no part has.
         TypeError: something that has to be saved isn't a tensor.
     """
-    named = _model_tensors(model_parts)
-    names = {id(tensor): name for name, tensor in named.items()}
-    tensors = {MODEL_PREFIX + name: unwrapped(tensor.detach()) for name, tensor in named.items()}
+    names = {id(tensor): name for name, tensor in _named_tensors(model_parts).items()}
+    tensors = model_tensors(model_parts)
     make_optimizer_state(optimizer)
     state = optimizer.state
     for parameter in _parameters(optimizer):
@@ -65,7 +64,12 @@ def training_tensors(model_parts: Sequence[nn.Module], optimizer: Optimizer) -> 
     return tensors
 
 
-def _model_tensors(model_parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+def model_tensors(model_parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """The weights and persistent buffers among them: `model.<name>`."""
+    return {MODEL_PREFIX + name: unwrapped(tensor.detach()) for name, tensor in _named_tensors(model_parts).items()}
+
+
+def _named_tensors(model_parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, the very objects that the optimizer and the modules hold."""
     named: dict[str, torch.Tensor] = {}
     for part in model_parts:

@@ -23,7 +23,7 @@ from titan.config.derived import batch_degree, global_batch_size, model_sizes, p
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
 from titan.config.nearest import did_you_mean
-from titan.config.rules import Mistakes, Rule, listed, nearest_multiples
+from titan.config.rules import SEQUENCES, Mistakes, Rule, listed, nearest_multiples, window_lengths
 from titan.config.toml_text import DEFAULT
 from titan.data.files import matching_paths
 from titan.models.spec import model_families
@@ -83,12 +83,13 @@ def _flavor(config: JobConfig, world_size: int) -> Mistakes:
 
 
 def _seq_len(config: JobConfig, world_size: int) -> Mistakes:
-    seq_len, longest = config.training.seq_len, model_sizes(config).max_seq_len
-    if seq_len > longest:
-        yield (
-            f"training.seq_len = {seq_len}: model {config.model.name} {config.model.flavor} has positions for "
-            f"{longest} tokens; use at most {longest}"
-        )
+    longest = model_sizes(config).max_seq_len
+    for key, seq_len in window_lengths(config).items():
+        if seq_len > longest:
+            yield (
+                f"{key} = {seq_len}: model {config.model.name} {config.model.flavor} has positions for "
+                f"{longest} tokens; use at most {longest}"
+            )
 
 
 def _vocabulary(config: JobConfig, world_size: int) -> Mistakes:
@@ -111,25 +112,34 @@ def _vocabulary(config: JobConfig, world_size: int) -> Mistakes:
 def _dataset(config: JobConfig, world_size: int) -> Mistakes:
     from titan.data.sources import check_dataset  # imports numpy, so not before it is needed
 
-    try:
-        check_dataset(config.training.dataset)
-    except UserError as error:
-        yield str(error)
+    names = {config.training.dataset, config.validation.dataset if config.validation.enable else None} - {None}
+    for name in sorted(map(str, names)):
+        try:
+            check_dataset(name)
+        except UserError as error:
+            yield str(error)
 
 
 def _dataset_path(config: JobConfig, world_size: int) -> Mistakes:
-    dataset, path = config.training.dataset, config.training.dataset_path
+    yield from _no_files("training", config.training.dataset, config.training.dataset_path)
+    own = config.validation
+    if own.enable and (own.dataset is not None or own.dataset_path is not None):
+        yield from _no_files("validation", own.dataset or config.training.dataset, own.dataset_path)
+
+
+def _no_files(section: str, dataset: str, path: str | None) -> Mistakes:
     if dataset not in ("text", "json", "parquet"):
         return
     if path is None:
-        yield f'training.dataset = "{dataset}" needs training.dataset_path: a file, a folder or a glob'
+        yield f'{section}.dataset = "{dataset}" needs {section}.dataset_path: a file, a folder or a glob'
     elif not os.path.exists(place := os.path.expanduser(path)) and not any(matching_paths(place)):
         beside = [str(file) for file in Path(place).parent.glob("*")]
-        yield f'training.dataset_path = "{path}": matches no file{did_you_mean(path, beside)}'
+        yield f'{section}.dataset_path = "{path}": matches no file{did_you_mean(path, beside)}'
 
 
 _BATCH_RANKS = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
 _MODEL = ("model.name", "model.flavor")
+_VALIDATION = ("validation.enable", "validation.dataset", "validation.dataset_path")
 
 RULES = (
     Rule(_custom_import, ("experimental.custom_import",), ("experimental.custom_import", "model.name")),
@@ -137,15 +147,15 @@ RULES = (
     Rule(_global_batch, (*_BATCH_RANKS, "training.global_batch_size", "training.local_batch_size")),
     Rule(_model_name, ("experimental.custom_import", "model.name"), ("model.name",)),
     Rule(_flavor, _MODEL, ("model.flavor",)),
-    Rule(_seq_len, (*_MODEL, "training.seq_len")),
+    Rule(_seq_len, (*_MODEL, *SEQUENCES)),
     Rule(_vocabulary, ("experimental.custom_import", *_MODEL, "model.vocab_size", "model.tokenizer_path")),
     *checks_parallelism.MODEL_RULES,
     *checks_pipeline.RULES,
     *checks_activation.RULES,
     *checks_optimizer.RULES,
     *checks_float8.RULES,
-    Rule(_dataset, ("experimental.custom_import", "training.dataset"), ("training.dataset",)),
-    Rule(_dataset_path, ("training.dataset", "training.dataset_path")),
+    Rule(_dataset, ("experimental.custom_import", "training.dataset", *_VALIDATION), ("training.dataset",)),
+    Rule(_dataset_path, ("training.dataset", "training.dataset_path", *_VALIDATION)),
     *checks_checkpoint.RULES,
 )
 
@@ -166,6 +176,7 @@ def warn(config: JobConfig, world_size: int, origins: Mapping[str, str]) -> list
         *_vocabulary_warnings(config),
         *checks_optimizer.warnings(config, origins),
         *checks_float8.warnings(config),
+        *_validation_warnings(config),
     ]
     if config.training.total_tokens is not None and origins["training.steps"] != DEFAULT:
         warnings.append(
@@ -221,6 +232,15 @@ def _loss_warnings(config: JobConfig) -> Iterator[str]:
             f"parallelism.pipeline_parallel_schedule = {settings.pipeline_parallel_schedule!r}: all microbatches go "
             "forward first, and loss.name = 'linear_cross_entropy' keeps a gradient of the head's weight for each; "
             "another schedule, or loss.name = 'cross_entropy', needs less memory where the vocabulary is large"
+        )
+
+
+def _validation_warnings(config: JobConfig) -> Iterator[str]:
+    own = config.validation
+    if own.enable and own.dataset is None and own.dataset_path is None and own.dataset_split is None:
+        yield (
+            "validation.enable = true without validation.dataset, dataset_path or dataset_split: the loss is measured "
+            "on the text that the model trains on"
         )
 
 

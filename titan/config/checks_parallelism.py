@@ -6,7 +6,17 @@ import math
 
 from titan.config.derived import compiles, model_sizes
 from titan.config.job_config import JobConfig
-from titan.config.rules import MODEL_KEYS, Mistakes, Rule, divisors, listed, listed_near, nearest_multiples
+from titan.config.rules import (
+    MODEL_KEYS,
+    SEQUENCES,
+    Mistakes,
+    Rule,
+    divisors,
+    listed,
+    listed_near,
+    nearest_multiples,
+    window_lengths,
+)
 from titan.models.spec import model_families
 
 _REPLICATE = "data_parallel_replicate_degree"
@@ -79,12 +89,15 @@ def _every_rank_has_rows(rows: int, tp: int) -> bool:
 
 
 def _sequence(config: JobConfig, world_size: int) -> Mistakes:
-    seq_len, longest = config.training.seq_len, model_sizes(config).max_seq_len
+    longest = model_sizes(config).max_seq_len
     unit, reason = _sequence_unit(config)
-    if seq_len % unit:
-        multiples = nearest_multiples(seq_len, unit, longest)
-        legal = f"nearest legal: {listed(multiples)}" if multiples else f"the model has positions for only {longest}"
-        yield f"training.seq_len = {seq_len}: not a multiple of {reason}; {legal}"
+    for key, seq_len in window_lengths(config).items():
+        if seq_len % unit:
+            multiples = nearest_multiples(seq_len, unit, longest)
+            legal = (
+                f"nearest legal: {listed(multiples)}" if multiples else f"the model has positions for only {longest}"
+            )
+            yield f"{key} = {seq_len}: not a multiple of {reason}; {legal}"
 
 
 def _sequence_unit(config: JobConfig) -> tuple[int, str]:
@@ -135,7 +148,7 @@ DEGREE_RULES = (
 MODEL_RULES = (
     Rule(_tensor_parallel, (*MODEL_KEYS, *_parallelism(_TP)), _parallelism(_TP)),
     Rule(_vocabulary, (*MODEL_KEYS, "model.vocab_size", *_parallelism(_TP))),
-    Rule(_sequence, (*MODEL_KEYS, "training.seq_len", *_parallelism(*_SEQUENCE_KEYS))),
+    Rule(_sequence, (*MODEL_KEYS, *SEQUENCES, *_parallelism(*_SEQUENCE_KEYS))),
     Rule(
         _async_tensor_parallel,
         ("compile.enable", "compile.components", *_parallelism(_TP, "enable_async_tensor_parallel")),

@@ -381,6 +381,25 @@ class Metrics:
 
 
 @dataclass
+class Validation:
+    enable: bool = setting(False, "Measure the loss on a validation set every validation.freq steps and at the end.")
+    dataset: str | None = setting(None, "Dataset as training.dataset names it; unset: the training set's.")
+    dataset_path: str | None = setting(None, "Where it lies, as training.dataset_path.")
+    dataset_split: str | None = setting(None, "Its split, of a hub dataset; unset: training.dataset_split.")
+    freq: int = setting(100, "Steps between validations.", minimum=1)
+    steps: int = setting(
+        -1,
+        "Take the set's first windows alone, as many as so many training steps have; -1: all.",
+        minimum=1,
+        also=(-1,),
+    )
+    local_batch_size: int | None = setting(
+        None, "Windows per forward pass of a rank; unset: training.local_batch_size.", minimum=1
+    )
+    seq_len: int | None = setting(None, "Tokens per window; unset: training.seq_len.", minimum=1)
+
+
+@dataclass
 class Comm:
     init_timeout_seconds: int = setting(300, "Time limit of a collective during set-up and the first step.", minimum=1)
     train_timeout_seconds: int = setting(100, "Time limit of a collective after the first step.", minimum=1)
@@ -416,6 +435,7 @@ class JobConfig:
     float8: Float8 = field(default_factory=Float8)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    validation: Validation = field(default_factory=Validation)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
     experimental: Experimental = field(default_factory=Experimental)

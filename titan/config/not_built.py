@@ -57,13 +57,6 @@ NOT_BUILT = {
     "profiling.profiler_warmup": _only_beside(),
     "profiling.enable_memory_snapshot": _not_built("the memory snapshot isn't", False),
     "profiling.save_memory_snapshot_folder": _only_beside(),
-    "validation.enable": _not_built("validation isn't", False),
-    "validation.dataset": _only_beside(),
-    "validation.dataset_path": _only_beside(),
-    "validation.freq": _only_beside(),
-    "validation.steps": _only_beside(),
-    "validation.local_batch_size": _only_beside(),
-    "validation.seq_len": _only_beside(),
     # 20000 is what files commonly have; nobody means to ask for something by it.
     "comm.trace_buf_size": _not_built("the trace of collectives isn't", 0, 20000),
     "comm.save_traces_folder": _only_beside(),

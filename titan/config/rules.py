@@ -12,6 +12,9 @@ Mistakes = Iterator[str]
 # What the model is: a rule that asks for its sizes reads these.
 MODEL_KEYS = ("experimental.custom_import", "model.name", "model.flavor")
 
+# Where windows get their length from.
+SEQUENCES = ("training.seq_len", "validation.enable", "validation.seq_len")
+
 _MOST_LISTED = 10
 
 
@@ -27,6 +30,14 @@ class Rule(NamedTuple):
     find: Callable[[JobConfig, int], Mistakes]
     reads: tuple[str, ...]
     spoils: tuple[str, ...] = ()
+
+
+def window_lengths(config: JobConfig) -> dict[str, int]:
+    """Tokens per window, by the key that sets them."""
+    lengths = {"training.seq_len": config.training.seq_len}
+    if config.validation.enable and config.validation.seq_len is not None:
+        lengths["validation.seq_len"] = config.validation.seq_len
+    return lengths
 
 
 def listed(names: Iterable[object]) -> str:

@@ -58,6 +58,10 @@ class PackedStream:
         self._drop(self._seq_len)
         return window
 
+    def rest(self) -> np.ndarray:
+        """What is left when there is no next window: up to `seq_len` tokens, int32."""
+        return np.concatenate([np.empty(0, np.int32), *(piece.tokens for piece in self._pieces)])
+
     def _read(self, skip: int) -> bool:
         document = self._reader.state_dict()
         try:

@@ -54,6 +54,31 @@ class WindowMetrics:
     memory_peak_bytes: int
 
 
+@dataclass(frozen=True)
+class ValidationMetrics:
+    """What is logged of a validation round. The names are the keys in metrics.jsonl.
+
+    Attributes:
+        validation_loss: mean over all tokens of the set, in nats, by the function that training minimises.
+        validation_perplexity: e to the loss.
+        validation_bits_per_byte: the loss in bits over the set's bytes of text, which no tokenizer changes.
+    """
+
+    validation_loss: float
+    validation_perplexity: float
+    validation_bits_per_byte: float
+
+    @staticmethod
+    def of(loss: float, bytes_per_token: float) -> ValidationMetrics:
+        """
+        Args:
+            loss: in nats per token.
+            bytes_per_token: of the set's text, in UTF-8.
+        """
+        perplexity = math.exp(loss) if loss < 700 else math.inf  # math.exp overflows from 710 on
+        return ValidationMetrics(loss, perplexity, loss / math.log(2) / bytes_per_token)
+
+
 class JsonLinesWriter:
     """One JSON object a line, numbers in full precision, each line on its way to disk as soon as it is written.
 
@@ -138,6 +163,14 @@ class Console:
             return
         fields = _fields(step, self._total_steps, metrics, capacity_bytes, seconds_left)
         logger.info("  ".join(paint(text, color) if self._color and color else text for text, color in fields))
+
+    def show_validation(self, step: int, metrics: ValidationMetrics) -> None:
+        """Print a validation round."""
+        if not self._silent:
+            logger.info(
+                f"Validation after step {step}: loss {metrics.validation_loss:.4f}  "
+                f"perplexity {metrics.validation_perplexity:.2f}  bits/byte {metrics.validation_bits_per_byte:.4f}"
+            )
 
     def close(self) -> None:
         """Leave the bar as it is; may be called twice."""

@@ -18,7 +18,7 @@ from titan.config.job_config import Metrics
 from titan.models.spec import FlopsPerToken
 from titan.observability.device import Device
 from titan.observability.flops import model_flops_utilization, tflops_per_device
-from titan.observability.metric_writers import Console, WindowMetrics, open_writers
+from titan.observability.metric_writers import Console, ValidationMetrics, WindowMetrics, open_writers
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,14 @@ class MetricsLogger:
             self._first_step_end = now
         self._window.clear()
         self._paused = dict.fromkeys(self._paused, 0.0)
+
+    def validation(self, step: int, loss: float, bytes_per_token: float) -> None:
+        """Log a validation round after this step: a line of its own, with keys of its own."""
+        metrics = ValidationMetrics.of(loss, bytes_per_token)
+        if self._console:
+            self._console.show_validation(step, metrics)
+        for writer in self._writers:
+            writer.write(step, asdict(metrics))
 
     @contextmanager
     def pause(self, name: Literal["checkpoint", "validation"]) -> Iterator[None]:

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -83,6 +84,7 @@ class Pipeline:
         v_shaped = SCHEDULES[settings.pipeline_parallel_schedule].v_shaped
         numbers = stages_of_rank(dims.world.get_local_rank("pp"), dims.pp, len(names), v_shaped)
         tokens, stream, loss = _microbatch_shapes(sizes, dims, config)
+        group = dims.world.get_group("pp")
         self.parts: list[nn.Module] = []
         stages: list[PipelineStage] = []
         for number in numbers:
@@ -98,9 +100,18 @@ class Pipeline:
                     # With shapes given, torch needn't run a batch to find them.
                     input_args=tokens if number == 0 else stream,
                     output_args=loss if number == last else stream,
-                    group=dims.world.get_group("pp"),
+                    group=group,
                 )
             )
+        self._numbers, self._end = numbers, last
+        self._owners = {
+            number: dist.get_global_rank(group, rank)
+            for rank in range(dims.pp)
+            for number in stages_of_rank(rank, dims.pp, len(names), v_shaped)
+        }
+        self._group = group
+        self._stream, self._seq_len = stream, tokens.shape[1]
+        self._rows = settings.pipeline_parallel_microbatch_size
         self._first, self._last = 0 in numbers, last in numbers
         self._valid_tokens = 1  # of the step under way
         self._schedule = _build_schedule(settings, stages, pipeline_microbatches(config), self._loss)
@@ -141,6 +152,34 @@ class Pipeline:
         if not losses:
             return torch.zeros((), device=tokens.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def evaluate(self, tokens: torch.Tensor, labels: Labels, positions: torch.Tensor | None) -> torch.Tensor:
+        """The sum of the losses of a batch `[B, S]`, without gradients, where the last stage is; zero elsewhere.
+
+        The schedules take batches of one shape only, so the microbatches go from stage to stage by hand: one after the
+        other through all stages, in the same order on every rank.
+        """
+        assert positions is not None
+        total = torch.zeros((), device=tokens.device)
+        for start in range(0, len(tokens), self._rows):
+            part = slice(start, start + self._rows)
+            stream = tokens[part]
+            for number, module in zip(self._numbers, self.parts, strict=True):
+                if number > 0 and self._owners[number - 1] != dist.get_rank():
+                    stream = self._received(tokens[part], self._owners[number - 1])
+                stream = module(stream, positions[part], Labels(labels.tensor[part]))
+                if number == self._end:
+                    total += stream
+                elif self._owners[number + 1] != dist.get_rank():
+                    dist.send(stream.contiguous(), self._owners[number + 1], group=self._group)
+        return total
+
+    def _received(self, tokens: torch.Tensor, source: int) -> torch.Tensor:
+        """The stream of these tokens `[B, S]`, or this rank's part of it, from another rank's stage."""
+        length = tokens.shape[1] * self._stream.shape[1] // self._seq_len
+        stream = torch.empty(len(tokens), length, self._stream.shape[2], dtype=self._stream.dtype, device=tokens.device)
+        dist.recv(stream, source, group=self._group)
+        return stream
 
 
 def _microbatch_shapes(

@@ -88,6 +88,34 @@ class Stages(Protocol):
             The loss, a scalar; zero on ranks that don't see it.
         """
 
+    def evaluate(self, tokens: torch.Tensor, labels: Labels, positions: torch.Tensor | None) -> torch.Tensor:
+        """The sum of the losses of a batch `[B, S]`, without gradients; zero on ranks that don't see it."""
+
+
+class Share:
+    """This rank's part of the sequences of its rows, on the device."""
+
+    def __init__(self, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
+        self._device = device
+        self._numbered = dims.pp > 1  # later stages see no tokens to count
+        self._shards = None
+        if dims.cp > 1:
+            balanced = config.parallelism.context_parallel_load_balancer == "headtail"
+            self._shards = SequenceShards(dims.world.get_local_rank("cp"), dims.cp, balanced)
+
+    def __call__(self, batch: Microbatch) -> tuple[torch.Tensor, Labels, torch.Tensor | None]:
+        """Tokens, labels and positions, `[B, S/cp]` each; positions None where they are 0 … S − 1."""
+        tokens, labels, positions = batch.tokens, batch.labels, None
+        rows, seq_len = tokens.shape
+        if self._shards is not None:
+            tokens, labels = self._shards.take(tokens), self._shards.take(labels)
+            positions = self._shards.positions(seq_len).expand(rows, -1)
+        elif self._numbered:
+            positions = torch.arange(seq_len).expand(rows, -1)
+        if positions is not None:
+            positions = positions.to(self._device, non_blocking=True)
+        return tokens.to(self._device, non_blocking=True), Labels(labels), positions
+
 
 class WholeModel:
     """A model that isn't cut into stages."""
@@ -110,6 +138,11 @@ class WholeModel:
         loss.backward()
         return loss.detach()
 
+    def evaluate(self, tokens: torch.Tensor, labels: Labels, positions: torch.Tensor | None) -> torch.Tensor:
+        """See `Stages`."""
+        loss: torch.Tensor = self.parts[0](tokens, positions, labels)
+        return loss
+
 
 class TrainStep:
     """Runs steps and keeps what must be remembered between them: how many in a row were left out."""
@@ -130,10 +163,7 @@ class TrainStep:
         set_loss(stages.parts, config, dims)
         self._loss_group = dims.loss.get_group()
         self._pipeline_group = dims.world.get_group("pp") if dims.pp > 1 else None
-        self._shards = None
-        if dims.cp > 1:
-            balanced = config.parallelism.context_parallel_load_balancer == "headtail"
-            self._shards = SequenceShards(dims.world.get_local_rank("cp"), dims.cp, balanced)
+        self._share = Share(config, dims, device)
         if config.float8.enable_float8_linear:
             refuse_unconverted(stages.parts, config.float8, dims)
         self._precomputes_scales = precomputes_scales(config.float8, dims)
@@ -180,22 +210,9 @@ class TrainStep:
         """Sum the gradients of all microbatches; returns this rank's part of the loss, fp32."""
         loss = torch.zeros((), device=self._device)
         for number, batch in enumerate(microbatches, start=1):
-            tokens, labels, positions = self._local(batch)
+            tokens, labels, positions = self._share(batch)
             loss += self._stages.forward_backward(tokens, labels, positions, valid_tokens, number == len(microbatches))
         return loss
-
-    def _local(self, batch: Microbatch) -> tuple[torch.Tensor, Labels, torch.Tensor | None]:
-        """Tokens, labels and positions of this rank's part of the sequences."""
-        tokens, labels, positions = batch.tokens, batch.labels, None
-        rows, seq_len = tokens.shape
-        if self._shards is not None:
-            tokens, labels = self._shards.take(tokens), self._shards.take(labels)
-            positions = self._shards.positions(seq_len).expand(rows, -1)
-        elif self._pipeline_group is not None:  # later stages see no tokens to count
-            positions = torch.arange(seq_len).expand(rows, -1)
-        if positions is not None:
-            positions = positions.to(self._device, non_blocking=True)
-        return tokens.to(self._device, non_blocking=True), Labels(labels), positions
 
     def _on_nonfinite(self, step: int, outcome: StepOutcome, local_loss: torch.Tensor) -> None:
         finite: list[bool] = [True] * dist.get_world_size()
