@@ -30,10 +30,17 @@ _DOCUMENTS_PER_STREAM = 8  # with fewer, the streams' ends of an epoch drift too
 
 
 class Microbatch(NamedTuple):
-    """Rows that one forward pass takes: `labels[b, s]` is the token after `tokens[b, s]`. Both `[B, S]`, int64."""
+    """Rows that one forward pass takes: `labels[b, s]` is the token after `tokens[b, s]`. All `[B, S]`, int64.
+
+    Attributes:
+        positions: of the tokens; None where they are 0 … S − 1.
+        documents: the number of each token's document; None when a token sees all that came before it.
+    """
 
     tokens: torch.Tensor
     labels: torch.Tensor
+    positions: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
 
 
 class _Step(NamedTuple):

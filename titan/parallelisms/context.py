@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.errors import UserError
-from titan.models.layers.attention import CausalAttention
+from titan.models.layers.attention import CausalAttention, causal_mask, masked_attention
 from titan.parallelisms.ring_attention import flash_refusal, ring_attention
 
 
@@ -140,12 +140,9 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, document
         # For n < m this operator's causal mask ends at the lower right, where scaled_dot_product_attention's begins at
         # the upper left. torch.nn.attention.bias.causal_lower_right does the same, but torch.compile can't trace it.
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
-    mask = torch.ones(n, m, dtype=torch.bool, device=query.device).tril(m - n)
-    if documents is not None:
-        mask = mask & (documents[:, None, m - n :, None] == documents[:, None, None, :])  # [B, 1, n, m]
-    # On accelerators no fused kernel takes a mask and grouped heads at once; the unfused one stores H * n * m scores.
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    if documents is None:
+        documents = torch.zeros(1, m, dtype=torch.int64, device=query.device)  # all of one
+    return masked_attention(query, key, value, causal_mask(documents, n))
 
 
 def apply_context_parallel(

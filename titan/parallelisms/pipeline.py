@@ -24,7 +24,7 @@ from torch.utils.checkpoint import GraphExecGroup
 
 from titan.config.derived import pipeline_microbatches
 from titan.config.job_config import JobConfig, Parallelism
-from titan.models.layers.head import Labels
+from titan.models.batch import Batch
 from titan.models.spec import Sizes, Stages
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.parallelisms.schedules import SCHEDULES, split, stages_of_rank
@@ -120,18 +120,10 @@ class Pipeline:
         """Of a microbatch. The labels went through the last stage already."""
         return loss_sum / self._valid_tokens
 
-    def forward_backward(
-        self,
-        tokens: torch.Tensor,
-        labels: Labels,
-        positions: torch.Tensor | None,
-        valid_tokens: int,
-        last: bool,
-    ) -> torch.Tensor:
-        """Add the gradients of the loss over a batch `[B, S]`, which is run in microbatches, and sum them over ranks.
+    def forward_backward(self, batch: Batch, valid_tokens: int, last: bool) -> torch.Tensor:
+        """Add the gradients of the loss over a batch, which is run in microbatches, and sum them over ranks.
 
         Args:
-            positions: of the tokens, `[B, S]`.
             valid_tokens: what the sum over this batch's labels is divided by.
             last: whether the optimizer's step comes next; a schedule reduces its gradients in any case.
 
@@ -140,34 +132,32 @@ class Pipeline:
         """
         self._valid_tokens = valid_tokens
         losses: list[torch.Tensor] = []
-        inputs = (tokens,) if self._first else ()
+        inputs = (batch.tokens,) if self._first else ()
         self._schedule.step(
             *inputs,
-            positions=positions,
-            labels=labels,
-            target=labels.tensor if self._last else None,
+            **batch.keywords,
+            target=batch.labels.tensor if self._last else None,
             losses=losses if self._last else None,
             return_outputs=False,
         )
         if not losses:
-            return torch.zeros((), device=tokens.device)
+            return torch.zeros((), device=batch.tokens.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
-    def evaluate(self, tokens: torch.Tensor, labels: Labels, positions: torch.Tensor | None) -> torch.Tensor:
-        """The sum of the losses of a batch `[B, S]`, without gradients, where the last stage is; zero elsewhere.
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """The sum of the losses of a batch, without gradients, where the last stage is; zero elsewhere.
 
         The schedules take batches of one shape only, so the microbatches go from stage to stage by hand: one after the
         other through all stages, in the same order on every rank.
         """
-        assert positions is not None
-        total = torch.zeros((), device=tokens.device)
-        for start in range(0, len(tokens), self._rows):
-            part = slice(start, start + self._rows)
-            stream = tokens[part]
+        total = torch.zeros((), device=batch.tokens.device)
+        for start in range(0, len(batch.tokens), self._rows):
+            part = batch.rows(slice(start, start + self._rows))
+            stream = part.tokens
             for number, module in zip(self._numbers, self.parts, strict=True):
                 if number > 0 and self._owners[number - 1] != dist.get_rank():
-                    stream = self._received(tokens[part], self._owners[number - 1])
-                stream = module(stream, positions[part], Labels(labels.tensor[part]))
+                    stream = self._received(part.tokens, self._owners[number - 1])
+                stream = module(stream, **part.keywords)
                 if number == self._end:
                     total += stream
                 elif self._owners[number + 1] != dist.get_rank():

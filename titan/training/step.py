@@ -14,6 +14,7 @@ from torch import nn
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
 from titan.data.loader import Microbatch
+from titan.models.batch import Batch
 from titan.models.layers.head import IGNORED, Labels
 from titan.observability.logging import logger
 from titan.parallelisms.context import SequenceShards
@@ -69,18 +70,10 @@ class Stages(Protocol):
 
     parts: list[nn.Module]
 
-    def forward_backward(
-        self,
-        tokens: torch.Tensor,
-        labels: Labels,
-        positions: torch.Tensor | None,
-        valid_tokens: int,
-        last: bool,
-    ) -> torch.Tensor:
-        """Add the gradients of the loss over a batch `[B, S]`.
+    def forward_backward(self, batch: Batch, valid_tokens: int, last: bool) -> torch.Tensor:
+        """Add the gradients of the loss over a batch.
 
         Args:
-            positions: of the tokens, `[B, S]`; 0 … S − 1 when None.
             valid_tokens: what the sum over this batch's labels is divided by.
             last: the optimizer's step comes next, so gradients must be reduced over all ranks.
 
@@ -88,8 +81,8 @@ class Stages(Protocol):
             The loss, a scalar; zero on ranks that don't see it.
         """
 
-    def evaluate(self, tokens: torch.Tensor, labels: Labels, positions: torch.Tensor | None) -> torch.Tensor:
-        """The sum of the losses of a batch `[B, S]`, without gradients; zero on ranks that don't see it."""
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """The sum of the losses of a batch, without gradients; zero on ranks that don't see it."""
 
 
 class Share:
@@ -103,18 +96,21 @@ class Share:
             balanced = config.parallelism.context_parallel_load_balancer == "headtail"
             self._shards = SequenceShards(dims.world.get_local_rank("cp"), dims.cp, balanced)
 
-    def __call__(self, batch: Microbatch) -> tuple[torch.Tensor, Labels, torch.Tensor | None]:
-        """Tokens, labels and positions, `[B, S/cp]` each; positions None where they are 0 … S − 1."""
-        tokens, labels, positions = batch.tokens, batch.labels, None
-        rows, seq_len = tokens.shape
-        if self._shards is not None:
-            tokens, labels = self._shards.take(tokens), self._shards.take(labels)
-            positions = self._shards.positions(seq_len).expand(rows, -1)
-        elif self._numbered:
+    def __call__(self, batch: Microbatch) -> Batch:
+        rows, seq_len = batch.tokens.shape
+        positions = batch.positions
+        if positions is None and (self._shards is not None or self._numbered):
             positions = torch.arange(seq_len).expand(rows, -1)
-        if positions is not None:
-            positions = positions.to(self._device, non_blocking=True)
-        return tokens.to(self._device, non_blocking=True), Labels(labels), positions
+        return Batch(
+            self._moved(batch.tokens),
+            Labels(batch.labels if self._shards is None else self._shards.take(batch.labels)),
+            None if positions is None else self._moved(positions),
+            None if batch.documents is None else self._moved(batch.documents),
+        )
+
+    def _moved(self, x: torch.Tensor) -> torch.Tensor:
+        part = x if self._shards is None else self._shards.take(x)
+        return part.to(self._device, non_blocking=True)
 
 
 class WholeModel:
@@ -123,24 +119,17 @@ class WholeModel:
     def __init__(self, model: nn.Module) -> None:
         self.parts = [model]
 
-    def forward_backward(
-        self,
-        tokens: torch.Tensor,
-        labels: Labels,
-        positions: torch.Tensor | None,
-        valid_tokens: int,
-        last: bool,
-    ) -> torch.Tensor:
+    def forward_backward(self, batch: Batch, valid_tokens: int, last: bool) -> torch.Tensor:
         """See `Stages`."""
         model = self.parts[0]
         reduce_over_replicas(model, enabled=last)
-        loss = model(tokens, positions, labels) / valid_tokens
+        loss = model(batch.tokens, **batch.keywords) / valid_tokens
         loss.backward()
         return loss.detach()
 
-    def evaluate(self, tokens: torch.Tensor, labels: Labels, positions: torch.Tensor | None) -> torch.Tensor:
+    def evaluate(self, batch: Batch) -> torch.Tensor:
         """See `Stages`."""
-        loss: torch.Tensor = self.parts[0](tokens, positions, labels)
+        loss: torch.Tensor = self.parts[0](batch.tokens, **batch.keywords)
         return loss
 
 
@@ -210,8 +199,8 @@ class TrainStep:
         """Sum the gradients of all microbatches; returns this rank's part of the loss, fp32."""
         loss = torch.zeros((), device=self._device)
         for number, batch in enumerate(microbatches, start=1):
-            tokens, labels, positions = self._share(batch)
-            loss += self._stages.forward_backward(tokens, labels, positions, valid_tokens, number == len(microbatches))
+            last = number == len(microbatches)
+            loss += self._stages.forward_backward(self._share(batch), valid_tokens, last)
         return loss
 
     def _on_nonfinite(self, step: int, outcome: StepOutcome, local_loss: torch.Tensor) -> None:

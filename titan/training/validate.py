@@ -30,7 +30,7 @@ def evaluate(
     # In float64: the sum of many tokens is far larger than what one adds.
     total = torch.zeros((), dtype=torch.float64, device=device)
     for batch in microbatches:
-        total += stages.evaluate(*share(batch))
+        total += stages.evaluate(share(batch))
     for part in stages.parts:
         part.train()
     valid = sum(int((batch.labels != IGNORED).sum()) for batch in microbatches)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -24,9 +27,11 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = build_norm(sizes.norm_type, sizes.dim, sizes.norm_eps)
         self.feed_forward = FeedForward(sizes.dim, sizes.ffn_dim)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, documents: Any | None = None
+    ) -> torch.Tensor:
         """`x` `[B, S, dim]`, rotary tables `[S, D/2]` or `[B, S, D/2]` → `[B, S, dim]`."""
-        h = x + self.attention(self.attention_norm(x), cos, sin)
+        h = x + self.attention(self.attention_norm(x), cos, sin, documents)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
@@ -36,6 +41,9 @@ class Llama(nn.Module):
     The blocks are a ModuleDict keyed by their number, so that a part of them keeps its names. In a pipeline stage the
     modules of other stages are None or missing, and what goes in and out is the residual stream.
     """
+
+    # The documents of a batch as the attention kernel wants them, made once for all blocks (layers/attention.py).
+    prepare_documents: Callable[[torch.Tensor], Any] = staticmethod(lambda documents: documents)
 
     tok_embeddings: nn.Embedding | None
     norm: nn.Module | None
@@ -61,7 +69,11 @@ class Llama(nn.Module):
         self.tie_weights()
 
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor | None = None, labels: Labels | None = None
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        labels: Labels | None = None,
+        documents: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Tokens `[B, S]` → logits `[B, S, V]`, or → the sum of the labels' losses, a scalar.
 
@@ -69,11 +81,13 @@ class Llama(nn.Module):
             x: tokens; in a pipeline stage without the embedding, the stream `[B, S, dim]`.
             positions: of the tokens, `[B, S]`; 0 … S − 1 when None.
             labels: without them logits are returned; a stage without the head has no use for them.
+            documents: the number of each token's document, `[B, S]`; a token then sees only its own document.
         """
         h = x if self.tok_embeddings is None else self.tok_embeddings(x)
         cos, sin = self.rotary(x.shape[1], positions)
+        seen = None if documents is None else self.prepare_documents(documents)
         for block in self.layers.values():
-            h = block(h, cos, sin)
+            h = block(h, cos, sin, seen)
         h = h if self.norm is None else self.norm(h)
         return h if self.output is None else self.output(h, labels)
 
