@@ -54,15 +54,16 @@ def train(loaded: LoadedConfig) -> None:
     import torch.distributed as dist
 
     from titan.checkpoint.manager import CheckpointManager
-    from titan.config.derived import global_batch_size, model_sizes, resolved_steps
+    from titan.config.derived import global_batch_size, model_sizes, resolved_steps, validation_text
     from titan.config.errors import UserError
     from titan.config.toml_text import to_toml
+    from titan.data.fingerprint import batch_fingerprint
     from titan.data.loader import DataLoader
-    from titan.data.sources import open_documents
+    from titan.data.sources import open_source
     from titan.data.tokenizer import build_tokenizer
-    from titan.data.validation import read_rows, validation_text
+    from titan.data.validation import read_rows
     from titan.models.spec import model_families
-    from titan.observability.device import configure_allocator, find_device, measure_peak_flops
+    from titan.observability.device import configure_allocator, find_device, measure_peak_flops, pins_memory
     from titan.observability.logging import init_logging, logger
     from titan.observability.metrics import MetricsLogger, StepResult
     from titan.observability.plan import describe_run, describe_text
@@ -100,8 +101,9 @@ def train(loaded: LoadedConfig) -> None:
     global_batch = global_batch_size(job, dims.batch_degree)
     batch_group = dims.batch.get_group()
     tokens_per_step = global_batch * job.training.seq_len
+    pins = job.training.dataloader.pin_memory and pins_memory(device.type)
     loader = DataLoader(
-        open_documents(job.training),
+        open_source(job.training, tokenizer),
         tokenizer,
         job.training,
         seed=job.debug.seed,
@@ -109,6 +111,7 @@ def train(loaded: LoadedConfig) -> None:
         batch_rank=dims.batch.get_local_rank(),
         batch_degree=dims.batch_degree,
         group=batch_group,
+        pin_for=device.torch_device if pins else None,
     )
 
     validation = None
@@ -210,7 +213,9 @@ def train(loaded: LoadedConfig) -> None:
             outcome = train_step.run(step, microbatches, valid_tokens)
 
             tokens_seen += tokens_per_step
-            metrics.step(StepResult(step, outcome.loss, outcome.grad_norm, lr, tokens_per_step, data_seconds))
+            fingerprint = batch_fingerprint(microbatches, batch_group) if job.metrics.fingerprint else None
+            numbers = (outcome.loss, outcome.grad_norm, lr, tokens_per_step, data_seconds)
+            metrics.step(StepResult(step, *numbers, fingerprint))
             if step == first_step:
                 set_timeout(job.comm.train_timeout_seconds)
                 compiling = f"; {describe_compilation()}" if job.compile.enable else ""

@@ -76,10 +76,10 @@ def score(loaded: LoadedConfig, global_batch: int) -> None:
     from titan.checkpoint.collective import Ranks
     from titan.checkpoint.loading import Loader
     from titan.checkpoint.state import model_tensors
-    from titan.config.derived import model_sizes
+    from titan.config.derived import model_sizes, validation_text
     from titan.config.toml_text import to_toml
     from titan.data.tokenizer import build_tokenizer
-    from titan.data.validation import read_rows, validation_text
+    from titan.data.validation import read_rows
     from titan.models.spec import model_families
     from titan.observability.device import configure_allocator, find_device
     from titan.observability.logging import init_logging
@@ -124,7 +124,7 @@ def score(loaded: LoadedConfig, global_batch: int) -> None:
     loss = evaluate(stages, job, dims, device.torch_device, rows.microbatches)
     if rank == 0:
         for name, value in dataclasses.asdict(ValidationMetrics.of(loss, rows.bytes_per_token)).items():
-            print(f"{name}  {value:.6f}")
+            print(f"{name}  {'unknown' if value is None else format(value, '.6f')}")
     if owns_group:
         dist.destroy_process_group()
 

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from scripts import benchmark, draw_schedule
+from scripts import benchmark, download_tokenizer, draw_schedule
 from tests.distributed.test_matrix import ALONE, COMPOSED, PAIRS
 from titan.config.errors import UserError
 from titan.config.fields import all_settings
@@ -188,6 +188,10 @@ def python(session: Session, variables: dict[str, str], words: list[str], asked:
             session.script(["scripts/evaluate.py", *arguments])
         case ["scripts/benchmark.py", *arguments]:
             measure(session, arguments)
+        case ["scripts/prepare_data.py" | "scripts/train_tokenizer.py", *_]:
+            session.script(words[1:])
+        case ["scripts/download_tokenizer.py", *arguments]:  # tests/scripts/test_download_tokenizer.py has a hub for it
+            download_tokenizer.parser().parse_args(arguments)
         case ["-m", "pytest", path]:  # the tests run by themselves
             assert (ROOT / path).is_file()
         case _:

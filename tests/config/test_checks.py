@@ -70,7 +70,7 @@ def test_datasets_of_the_hub_are_known_by_their_form(load: Load) -> None:
 
 def test_a_dataset_is_checked_without_the_libraries_that_read_it() -> None:
     code = (
-        "import sys; from titan.config.job_config import JobConfig; from titan.config.checks import _dataset; "
+        "import sys; from titan.config.job_config import JobConfig; from titan.config.checks_data import _dataset; "
         "config = JobConfig(); config.training.dataset = 'jsno'; print(list(_dataset(config, 1))); "
         "print({'torch', 'datasets', 'pyarrow'} & {*sys.modules})"
     )

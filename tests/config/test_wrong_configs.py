@@ -115,7 +115,6 @@ WRONG: list[tuple[str, list[str]]] = [
     ("--optimizer.name adamw", ["--optimizer.name adamw", 'did you mean "AdamW"?']),
     ("--lr_scheduler.decay_type cos", ["--lr_scheduler.decay_type", '"linear", "sqrt", "cosine"']),
     ("[model]\nnorm_type = 5", ["model.norm_type = 5", '"rmsnorm"']),
-    ("--training.dataset tokens", ["--training.dataset tokens", "token files aren't built yet"]),
     (
         "[compile]\ncomponents = ['model', 'optimiser']",
         ["compile.components", 'a list of "model", "loss", "optimizer"; did you mean "optimizer"?'],
@@ -149,6 +148,10 @@ WRONG: list[tuple[str, list[str]]] = [
     ("[training]\ndataset = 'text'", ['training.dataset = "text"', "needs training.dataset_path"]),
     ("[training]\ndataset = 'json'\ndataset_path = 'x/*.json'", ["training.dataset_path", "matches no file"]),
     ("[training]\ndataset = 'text'\ndataset_path = 'rum.toml'", ["matches no file", "did you mean run.toml?"]),
+    ("[training]\ndataset = 'tokens'", ['training.dataset = "tokens" needs', "scripts/prepare_data.py"]),
+    ("[training]\ndataset = 'tokens'\ndataset_path = '.'", ["tokens.json is missing, so it has no token files"]),
+    ("[training]\ndataset = 'tokens'\ndataset_path = 'rum.toml'", ["matches no file", "did you mean run.toml?"]),
+    ("[training.dataloader]\nnum_workers = -1", ["training.dataloader.num_workers = -1", "at least 0"]),
     ("[training]\ndataset = 'jsno'", ["training.dataset = 'jsno' isn't a dataset", "Did you mean json?", "owner/name"]),
     ("[training]\ndataset = 'jsno'\ndataset_path = 'x'", ["training.dataset = 'jsno' isn't a dataset"]),
     ("[training]\ndataset = './run.toml'", ["training.dataset = './run.toml' is a path", "training.dataset_path"]),

@@ -1,6 +1,8 @@
 """Hub datasets, from a local folder: each document once, in an order that resumes exactly."""
 
 import json
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +141,97 @@ def test_c4_from_a_local_copy(tmp_path: Path) -> None:
     assert isinstance(opened, StreamedDocuments)
     assert opened.name == "allenai/c4"
     assert list(stream(opened, 0, 1)) == ["a"]
+
+
+# --- a network that fails
+
+
+class FlakyRows:
+    """What `datasets` is to a stream: rows with a position, whose network fails at random places."""
+
+    def __init__(self, rows: list[dict[str, Any]], failures: Callable[[], BaseException | None]) -> None:
+        self.rows, self.failures, self.next = rows, failures, 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while self.next < len(self.rows):
+            if (failure := self.failures()) is not None:
+                raise failure
+            self.next += 1
+            yield self.rows[self.next - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+def busy(status: int) -> Exception:
+    import requests
+
+    response = requests.Response()
+    response.status_code = status
+    return requests.HTTPError(f"{status} from the hub", response=response)
+
+
+def flaky_stream(
+    monkeypatch: pytest.MonkeyPatch, failures: Callable[[], BaseException | None], shuffle: bool = True
+) -> tuple[DocumentStream, list[float]]:
+    """A stream of two shards of 23 rows in blocks of 5, and the waits between its attempts."""
+    waits: list[float] = []
+    monkeypatch.setattr(hub, "_BLOCK", 5)
+    monkeypatch.setattr(hub.time, "sleep", waits.append)
+    monkeypatch.setattr(
+        hub._HubDocuments,
+        "shard",
+        lambda documents, shard, part, parts: FlakyRows([{"text": f"{shard}-{row}"} for row in range(23)], failures),
+    )
+
+    class Source:
+        num_shards = 2
+
+    documents = hub._HubDocuments(Source(), "text", "someone/data", ())
+    return documents.open(0, 1, 0, seed=1, shuffle=shuffle), waits
+
+
+def test_hub_retry_loses_and_repeats_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    calm, _ = flaky_stream(monkeypatch, lambda: None)
+    expected = list(calm)
+    assert sorted(expected) == sorted(f"{shard}-{row}" for shard in range(2) for row in range(23))
+    for seed in range(10):
+        draw = random.Random(seed)
+
+        def failure(draw: random.Random = draw) -> BaseException | None:
+            kinds = [ConnectionResetError("reset"), TimeoutError("slow"), busy(503), busy(429)]
+            return draw.choice(kinds) if draw.random() < 0.05 else None
+
+        rows, waits = flaky_stream(monkeypatch, failure)
+        found: list[str] = []
+        while len(found) < len(expected):  # and with a resume behind every few documents
+            found += [next(rows) for _ in range(min(3, len(expected) - len(found)))]
+            state = rows.state_dict()
+            rows, more = flaky_stream(monkeypatch, failure)
+            rows.load_state_dict(state)
+            waits += more
+        assert found == expected
+        assert next(rows, None) is None
+    assert "can't be read after row" in caplog.text and "tried again in" in caplog.text
+
+
+def test_hub_retry_backs_off_and_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, waits = flaky_stream(monkeypatch, lambda: ConnectionResetError("unplugged"))
+    with pytest.raises(
+        UserError, match=r"someone/data: shard \d can't be read after row 0: ConnectionResetError: unpl"
+    ):
+        next(rows)
+    assert len(waits) == 6
+    assert all(0.5 * longest <= wait <= longest for wait, longest in zip(waits, hub._RETRY_SECONDS, strict=True))
+    assert sum(hub._RETRY_SECONDS) < 100
+
+
+def test_hub_retry_is_for_what_may_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (busy(404), busy(403), ValueError("broken file"), FileNotFoundError("no such file")):
+        rows, waits = flaky_stream(monkeypatch, lambda error=error: error)  # type: ignore[misc]
+        with pytest.raises(UserError, match="can't be read after row 0"):
+            next(rows)
+        assert waits == []

@@ -18,11 +18,12 @@ from scripts import evaluate as evaluate_script
 from tests.distributed.runs import TINY, SmallRun, train_here
 from tests.distributed.test_matrix import WHOLE_LOGITS, Layout, schedule
 from tests.distributed.world import Worlds
+from titan.config.derived import validation_text
 from titan.config.errors import UserError
 from titan.config.loader import load_and_check
 from titan.data.loader import Microbatch
 from titan.data.tokenizer import build_tokenizer, document_tokens
-from titan.data.validation import read_rows, validation_text
+from titan.data.validation import read_rows
 from titan.models.layers.head import IGNORED
 from titan.observability.metric_writers import ValidationMetrics
 from titan.training.validate import evaluate

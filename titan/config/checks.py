@@ -7,13 +7,12 @@ stops no run, is at the end, under `warn`.
 from __future__ import annotations
 
 import importlib
-import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 
 from titan.config import (
     checks_activation,
     checks_checkpoint,
+    checks_data,
     checks_float8,
     checks_optimizer,
     checks_parallelism,
@@ -25,19 +24,19 @@ from titan.config.job_config import JobConfig
 from titan.config.nearest import did_you_mean
 from titan.config.rules import SEQUENCES, Mistakes, Rule, listed, nearest_multiples, window_lengths
 from titan.config.toml_text import DEFAULT
-from titan.data.files import matching_paths
 from titan.models.spec import model_families
 
 
-def check(config: JobConfig, world_size: int, reported: set[str]) -> list[str]:
+def check(config: JobConfig, world_size: int, reported: set[str], rules: Sequence[Rule] | None = None) -> list[str]:
     """All mistakes across fields, for a run of this many ranks. Imports experimental.custom_import first.
 
     Args:
         reported: keys that a mistake was reported of already; rules that read one are left out.
+        rules: which to check; all when None.
     """
     doubtful = set(reported)
     mistakes: list[str] = []
-    for rule in RULES:
+    for rule in RULES if rules is None else rules:
         if doubtful.isdisjoint(rule.reads):
             found = list(rule.find(config, world_size))
             mistakes += found
@@ -109,40 +108,13 @@ def _vocabulary(config: JobConfig, world_size: int) -> Mistakes:
         )
 
 
-def _dataset(config: JobConfig, world_size: int) -> Mistakes:
-    from titan.data.sources import check_dataset  # imports numpy, so not before it is needed
-
-    names = {config.training.dataset, config.validation.dataset if config.validation.enable else None} - {None}
-    for name in sorted(map(str, names)):
-        try:
-            check_dataset(name)
-        except UserError as error:
-            yield str(error)
-
-
-def _dataset_path(config: JobConfig, world_size: int) -> Mistakes:
-    yield from _no_files("training", config.training.dataset, config.training.dataset_path)
-    own = config.validation
-    if own.enable and (own.dataset is not None or own.dataset_path is not None):
-        yield from _no_files("validation", own.dataset or config.training.dataset, own.dataset_path)
-
-
-def _no_files(section: str, dataset: str, path: str | None) -> Mistakes:
-    if dataset not in ("text", "json", "parquet"):
-        return
-    if path is None:
-        yield f'{section}.dataset = "{dataset}" needs {section}.dataset_path: a file, a folder or a glob'
-    elif not os.path.exists(place := os.path.expanduser(path)) and not any(matching_paths(place)):
-        beside = [str(file) for file in Path(place).parent.glob("*")]
-        yield f'{section}.dataset_path = "{path}": matches no file{did_you_mean(path, beside)}'
-
+CUSTOM_IMPORT = Rule(_custom_import, ("experimental.custom_import",), ("experimental.custom_import", "model.name"))
 
 _BATCH_RANKS = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
 _MODEL = ("model.name", "model.flavor")
-_VALIDATION = ("validation.enable", "validation.dataset", "validation.dataset_path")
 
 RULES = (
-    Rule(_custom_import, ("experimental.custom_import",), ("experimental.custom_import", "model.name")),
+    CUSTOM_IMPORT,
     *checks_parallelism.DEGREE_RULES,
     Rule(_global_batch, (*_BATCH_RANKS, "training.global_batch_size", "training.local_batch_size")),
     Rule(_model_name, ("experimental.custom_import", "model.name"), ("model.name",)),
@@ -154,8 +126,7 @@ RULES = (
     *checks_activation.RULES,
     *checks_optimizer.RULES,
     *checks_float8.RULES,
-    Rule(_dataset, ("experimental.custom_import", "training.dataset", *_VALIDATION), ("training.dataset",)),
-    Rule(_dataset_path, ("training.dataset", "training.dataset_path", *_VALIDATION)),
+    *checks_data.RULES,
     *checks_checkpoint.RULES,
 )
 
@@ -173,6 +144,7 @@ def warn(config: JobConfig, world_size: int, origins: Mapping[str, str]) -> list
         *_loss_warnings(config),
         *checks_activation.warnings(config),
         *checks_checkpoint.warnings(config),
+        *checks_data.warnings(config),
         *_vocabulary_warnings(config),
         *checks_optimizer.warnings(config, origins),
         *checks_float8.warnings(config),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from titan.config.job_config import Float8, JobConfig
+from titan.config.job_config import Float8, JobConfig, Training
 from titan.models.spec import Stages, model_families
 from titan.parallelisms.parallel_dims import ParallelDims
 
@@ -82,3 +82,18 @@ def model_stages(config: JobConfig) -> Stages | None:
     """
     stages = model_families()[config.model.name].stages
     return None if stages is None else stages(model_sizes(config))
+
+
+def validation_text(config: JobConfig) -> Training:
+    """The [training] section as validation reads text: once, in order, from its own dataset where one is named."""
+    own = config.validation
+    changes: dict[str, object] = {
+        "dataset_path": own.dataset_path,
+        "dataset_split": own.dataset_split,
+        "seq_len": own.seq_len,
+        "local_batch_size": own.local_batch_size,
+    }
+    changes = {key: value for key, value in changes.items() if value is not None}
+    if own.dataset is not None:  # the training set's place means nothing to another dataset
+        changes = {"dataset_path": None, "dataset_subset": None, **changes, "dataset": own.dataset}
+    return dataclasses.replace(config.training, **changes, infinite=False, shuffle=False)  # type: ignore[arg-type]

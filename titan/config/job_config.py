@@ -121,18 +121,26 @@ class LRScheduler:
 
 @dataclass
 class DataLoader:
+    num_workers: int = setting(
+        0, "Processes of each rank that read and tokenize its rows; 0: a thread of the rank does.", minimum=0
+    )
     prefetch_factor: int = setting(2, "Steps that a background thread reads ahead; 0 reads within the loop.", minimum=0)
+    pin_memory: bool = setting(
+        False, "Lay batches out in pinned memory, from which they are copied to a GPU beside its work."
+    )
 
 
 @dataclass
 class Training:
     dataset: str = setting(
         "python_stdlib",
-        "python_stdlib (the running Python's own library, needs no download), text, json or parquet (with "
+        "python_stdlib (the running Python's own library, needs no download), text, json, parquet or tokens (with "
         "dataset_path), c4, a hub id, or a name that experimental.custom_import registers.",
     )
     dataset_path: str | None = setting(
-        None, "Where the data lies: a file, a folder, a glob, or a folder made by datasets' save_to_disk."
+        None,
+        "Where the data lies: a file, a folder, a glob, or a folder made by datasets' save_to_disk or, for tokens, by "
+        "scripts/prepare_data.py.",
     )
     dataset_subset: str | None = setting(None, "Subset (configuration) of a hub dataset.")
     dataset_split: str = setting("train", "Split of a hub dataset.")
@@ -174,7 +182,9 @@ class Training:
         10, "With nonfinite = skip: end the run when more steps than this were left out in a row.", minimum=0
     )
     gc_freq: int = setting(50, "Steps between Python garbage collections, which stop all ranks together.", minimum=1)
-    shuffle: bool = setting(True, "Take documents in an order drawn anew from the seed for every epoch.")
+    shuffle: bool = setting(
+        True, "Take documents, of tokens windows, in an order drawn anew from the seed for every epoch."
+    )
     infinite: bool = setting(True, "Start over when the data ends. Off: the run ends with the data.")
     dataloader: DataLoader = field(default_factory=DataLoader)
 
@@ -372,6 +382,9 @@ class Metrics:
     disable_color_printing: bool = setting(False, "Print without colours.")
     progress: Literal["auto", "bar", "lines", "none"] = setting(
         "auto", "A progress bar under the log lines, lines alone, or nothing; auto: a bar on a terminal."
+    )
+    fingerprint: bool = setting(
+        False, "Log a hash of the last step's global batch, which is the same in every layout: to compare runs' data."
     )
     measure_peak_flops: bool = setting(
         False,

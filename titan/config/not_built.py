@@ -40,9 +40,6 @@ NOT_BUILT = {
     "model.hf_assets_path": _not_built("loading of Hugging Face folders isn't", ""),
     "model.attn_backend": _not_built("other attention than sdpa isn't", "sdpa"),
     "model.attn_mask": _not_built("document masking isn't", "causal"),
-    "training.dataloader.num_workers": _not_built("data workers aren't", 0),
-    "training.dataloader.pin_memory": _not_built("pinning of data isn't", False),
-    "training.dataloader.persistent_workers": _not_built("data workers aren't", False),
     "parallelism.expert_parallel_degree": _not_built("expert parallelism isn't", 1),
     "parallelism.expert_tensor_parallel_degree": _not_built("expert parallelism isn't", 1),
     "checkpoint.initial_load_in_hf": _not_built("loading of Hugging Face weights isn't", False),
@@ -63,9 +60,7 @@ NOT_BUILT = {
 }
 
 # Choices of keys that are built: (key, value) -> the reason.
-NOT_BUILT_CHOICES = {
-    ("training.dataset", "tokens"): "token files aren't built yet",
-}
+NOT_BUILT_CHOICES: dict[tuple[str, object], str] = {}
 
 NEVER = {
     "experimental.enable_compiled_autograd": Missing("compiled autograd isn't offered", (False,)),
@@ -79,6 +74,8 @@ NEVER = {
     # torchao always casts weights anew in the backward pass: what the key asked for.
     "float8.force_recompute_fp8_weight_in_bwd": Missing("", ANY),
     "fault_tolerance.enable": Missing("fault tolerance by torchft isn't offered", (False,)),
+    # Workers live as long as the run: what the key asks for.
+    "training.dataloader.persistent_workers": Missing("", ANY),
     "training.gc_debug": Missing("the garbage collector's debugging isn't offered", (False,)),
     "job.use_for_integration_test": Missing("", ANY),
 }

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from titan.config import checks, checks_data
 from titan.config.command_line import wants_help
-from titan.config.errors import UserError
-from titan.config.loader import LoadedConfig, load_and_check
+from titan.config.errors import ConfigError, UserError
+from titan.config.job_config import Training
+from titan.config.loader import LoadedConfig, load_and_check, load_config
 from titan.config.toml_text import to_toml
 
 _WAIT_SECONDS = 10.0
@@ -62,6 +64,21 @@ def config_from_command_line(argv: Sequence[str] | None = None) -> LoadedConfig:
             print(to_toml(loaded.config, loaded.origins), end="")
         raise SystemExit(0)
     return loaded
+
+
+def data_config(argv: Sequence[str]) -> tuple[Training, str | None]:
+    """`[training]` and `model.tokenizer_path` of a script that reads a run's text. Nothing else is checked.
+
+    Raises:
+        UserError: with every mistake; or the dataset is no text.
+        SystemExit: status 0 after `--help` was printed.
+    """
+    config = load_config(argv).config
+    if config.training.dataset == "tokens":
+        raise UserError('training.dataset = "tokens" was made of text: name the dataset that it was made of')
+    if mistakes := checks.check(config, 1, set(), (checks.CUSTOM_IMPORT, *checks_data.RULES)):
+        raise ConfigError(mistakes)
+    return config.training, config.model.tokenizer_path
 
 
 def _save(loaded: LoadedConfig) -> None:

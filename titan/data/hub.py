@@ -2,6 +2,8 @@
 
 import hashlib
 import itertools
+import random
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,14 @@ from titan.config.job_config import Training
 from titan.data.documents import DocumentStream, StreamedDocuments, require_text
 from titan.data.shuffle import Permutation, derive_key
 from titan.data.tables import require_column, root_cause
+from titan.observability.logging import logger
 
 _BLOCK = 1024  # documents that a stream shuffles at a time, and reads anew at most when a run resumes
+
+# Waits before a block is tried again when the network fails, a minute in all: less than the time after which the other
+# ranks give up waiting for this one (comm.train_timeout_seconds).
+_RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+_NETWORK_LIBRARIES = {"aiohttp", "httpcore", "httpx", "huggingface_hub", "requests", "urllib"}  # less versions
 
 
 def open_c4(training: Training) -> StreamedDocuments:
@@ -140,17 +148,7 @@ class _HubStream:
     def _read_block(self) -> list[tuple[str, dict[str, Any]]]:
         """The next rows of the shard with their names, in the order in which they are given out."""
         shard = self._shards[self._shard]
-        try:
-            if self._reading is None:
-                dataset = self._documents.shard(shard, self._part, self._parts)
-                if self._block_start is not None:
-                    dataset.load_state_dict(self._block_start)
-                self._reading = dataset, iter(dataset)
-            rows = list(itertools.islice(self._reading[1], _BLOCK))
-        except Exception as error:  # the network, a damaged file: datasets can't go on behind it
-            raise UserError(
-                f"{self._documents.name}: shard {shard} can't be read after row {self._row}: {root_cause(error)}"
-            ) from error
+        rows = self._read_rows(shard)
         first = self._part + self._row * self._parts
         names = (f"{self._documents.name} shard {shard} row {first + i * self._parts}" for i in range(len(rows)))
         block = list(zip(names, rows, strict=True))
@@ -158,8 +156,43 @@ class _HubStream:
             block = [block[i] for i in self._order("block", len(block), shard, self._row)]
         return block
 
+    def _read_rows(self, shard: int) -> list[dict[str, Any]]:
+        """The block's rows. What a failing network left of it is forgotten, and all of it read again."""
+        waits = iter(_RETRY_SECONDS)
+        while True:
+            try:
+                if self._reading is None:
+                    dataset = self._documents.shard(shard, self._part, self._parts)
+                    if self._block_start is not None:
+                        dataset.load_state_dict(self._block_start)
+                    self._reading = dataset, iter(dataset)
+                return list(itertools.islice(self._reading[1], _BLOCK))
+            except Exception as error:  # the network, a damaged file: datasets can't go on behind it
+                self._reading = None
+                where = f"{self._documents.name}: shard {shard} can't be read after row {self._row}"
+                wait = next(waits, None) if _is_of_the_network(error) else None
+                if wait is None:
+                    raise UserError(f"{where}: {root_cause(error)}") from error
+                wait *= random.SystemRandom().uniform(0.5, 1.0)  # ranks that fail together shouldn't come back together
+                logger.warning(f"{where}: {root_cause(error)}; tried again in {wait:.1f} s")
+            time.sleep(wait)
+
     def _order(self, purpose: str, count: int, *place: int) -> Iterable[int]:
         key = derive_key(
             self._identity["seed"], "hub", purpose, self._identity["epoch"], self._identity["stream"], *place
         )
         return Permutation(count, key) if count else ()
+
+
+def _is_of_the_network(error: BaseException) -> bool:
+    """Whether trying again may help: a connection failed, or a server was busy; not what it refuses for good."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    for cause in causes:
+        status = getattr(getattr(cause, "response", None), "status_code", None) or getattr(cause, "status", None)
+        if isinstance(status, int) and 400 <= status < 500 and status not in (408, 429):
+            return False
+    libraries = {type(cause).__module__.partition(".")[0].rstrip("0123456789") for cause in causes}
+    timed_out = any(isinstance(cause, ConnectionError | TimeoutError) for cause in causes)
+    return timed_out or not libraries.isdisjoint(_NETWORK_LIBRARIES)

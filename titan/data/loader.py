@@ -1,18 +1,19 @@
 """Who reads what: the global batch's rows, drawn from logical streams that no layout changes.
 
     documents ──keyed permutation per epoch──▶ N logical streams ──encode, pack──▶ windows ──▶ rows of the global batch
+    token files ──keyed permutation of the windows' numbers per epoch──▶ one logical stream ──▶ rows of the global batch
 
 N is fixed at the run's first start and divides the global batch G: stream k gives rows k·G/N … (k+1)·G/N − 1 of every
-step. A rank computes the rows that are its own, reading the streams those rows come from; data parallel degree and
-accumulation decide who computes a row, never which text it is. The saved position is one (document, token) pair for
-each stream, so a run goes on exactly on any number of ranks that divides G.
+step. A rank computes the rows that are its own, reading the streams those rows come from; data parallel degree,
+accumulation and worker processes decide who computes a row, never which text it is. The saved position is one
+(document, token) pair for each stream, of token files one window number, so a run goes on exactly on any number of
+ranks that divides G.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,9 +22,13 @@ import torch.distributed as dist
 
 from titan.config.errors import UserError
 from titan.config.job_config import Training
-from titan.data.documents import Documents, StreamedDocuments
-from titan.data.packing import PackedStream, State
+from titan.data.background import Prefetcher, Worker
+from titan.data.documents import Documents
+from titan.data.packing import PackedStream, State, WindowStream
 from titan.data.readers import BadRowPolicy, open_reader
+from titan.data.sources import Source
+from titan.data.token_files import TokenFiles
+from titan.data.token_windows import TokenWindows
 from titan.data.tokenizer import Tokenizer, document_tokens
 
 _DOCUMENTS_PER_STREAM = 8  # with fewer, the streams' ends of an epoch drift too far apart
@@ -48,12 +53,48 @@ class _Step(NamedTuple):
     positions: dict[int, State]  # of this rank's streams, after the step
 
 
-def number_of_streams(source: Documents | StreamedDocuments, global_batch: int, *, infinite: bool) -> int:
+class _Made(NamedTuple):
+    """What a part has made of a step: rows, int32 `[R, S + 1]`, and the positions after it of their streams."""
+
+    windows: np.ndarray
+    positions: dict[int, State]
+
+
+class _Part:
+    """Some of a rank's rows, step after step; what one process makes.
+
+    Args:
+        rows: of the global batch.
+        streams: those that the rows come from.
+        rows_per_stream: what each stream gives to a step.
+    """
+
+    def __init__(self, rows: range, streams: dict[int, WindowStream], rows_per_stream: int) -> None:
+        self.rows = rows
+        self.streams = streams
+        self._rows_per_stream = rows_per_stream
+
+    def __iter__(self) -> Iterator[_Made]:
+        while True:
+            windows: list[np.ndarray] = []
+            for number, stream in self.streams.items():
+                first, count = number * self._rows_per_stream, self._rows_per_stream
+                wanted = range(max(self.rows.start - first, 0), min(self.rows.stop - first, count))
+                taken = stream.take(count, wanted)
+                if taken is None:
+                    return
+                windows += taken
+            positions = {number: stream.state_dict() for number, stream in self.streams.items()}
+            yield _Made(np.stack(windows), positions)
+
+
+def number_of_streams(source: Source, global_batch: int, *, infinite: bool) -> int:
     """The most streams that the data can feed evenly: a divisor of the global batch.
 
-    Finite data is one stream: it ends at one point, and no window before it is left out.
+    Finite data is one stream: it ends at one point, and no window before it is left out. So are token files, of which
+    every rank reads the windows that it needs.
     """
-    if not infinite:
+    if isinstance(source, TokenFiles) or not infinite:
         return 1
     most = len(source) // _DOCUMENTS_PER_STREAM if isinstance(source, Documents) else source.num_shards
     return max(n for n in range(1, global_batch + 1) if global_batch % n == 0 and n <= max(1, most))
@@ -64,7 +105,7 @@ class DataLoader:
 
     def __init__(
         self,
-        source: Documents | StreamedDocuments,
+        source: Source,
         tokenizer: Tokenizer,
         settings: Training,
         *,
@@ -73,12 +114,14 @@ class DataLoader:
         batch_rank: int,
         batch_degree: int,
         group: dist.ProcessGroup,
+        pin_for: torch.device | None = None,
     ) -> None:
         """
         Args:
             global_batch: rows of a step over all ranks; a multiple of local_batch_size · batch_degree.
             batch_rank, batch_degree: this rank's place among those that read different rows (ParallelDims.batch).
             group: those ranks.
+            pin_for: the device for copies to which the batches are pinned; None to leave them as they are.
         """
         self._source = source
         self._tokenizer = tokenizer
@@ -86,50 +129,77 @@ class DataLoader:
         self._seed = seed
         self._global_batch = global_batch
         self._group = group
+        self._pin_for = pin_for
         rows = global_batch // batch_degree
         self._rows = range(batch_rank * rows, (batch_rank + 1) * rows)
         self._bad_rows = BadRowPolicy(settings.bad_rows)
-        self._prefetcher: _Prefetcher | None = None
+        self._prefetcher: Prefetcher[_Step] | None = None
+        self._workers: list[Worker[_Made]] = []
         self._open_streams(number_of_streams(source, global_batch, infinite=settings.infinite))
 
     def _open_streams(self, count: int) -> None:
+        """Make the parts, one for each worker process, or for this one."""
         self._num_streams = count
-        self._rows_per_stream = self._global_batch // count
-        first, last = self._rows[0] // self._rows_per_stream, self._rows[-1] // self._rows_per_stream
-        self._streams = {
-            stream: PackedStream(
-                open_reader(self._source, self._settings, self._bad_rows, stream, count, self._seed),
-                lambda text: document_tokens(self._tokenizer, text),
-                self._settings.seq_len,
-            )
-            for stream in range(first, last + 1)
+        per_stream = self._global_batch // count
+        self._parts = []
+        for rows in self._split_rows(per_stream):
+            numbers = range(rows.start // per_stream, (rows.stop - 1) // per_stream + 1)
+            streams = {number: self._open_stream(number, count) for number in numbers}
+            self._parts.append(_Part(rows, streams, per_stream))
+        self._positions = {
+            number: stream.state_dict() for part in self._parts for number, stream in part.streams.items()
         }
-        self._positions = {number: stream.state_dict() for number, stream in self._streams.items()}
+
+    def _open_stream(self, number: int, count: int) -> WindowStream:
+        settings = self._settings
+        if isinstance(self._source, TokenFiles):
+            return TokenWindows(
+                self._source, settings.seq_len, shuffle=settings.shuffle, infinite=settings.infinite, seed=self._seed
+            )
+        reader = open_reader(self._source, settings, self._bad_rows, number, count, self._seed)
+        return PackedStream(reader, lambda text: document_tokens(self._tokenizer, text), settings.seq_len)
+
+    def _split_rows(self, rows_per_stream: int) -> list[range]:
+        """This rank's rows in as many runs as there are workers. Runs share no stream that has to read all its rows."""
+        rows = self._rows
+        cuts = [row for row in rows[1:] if isinstance(self._source, TokenFiles) or row % rows_per_stream == 0]
+        pieces = list(pairwise([rows.start, *cuts, rows.stop]))
+        count = min(max(1, self._settings.dataloader.num_workers), len(pieces))
+        ends = [pieces[(i + 1) * len(pieces) // count - 1][1] for i in range(count)]
+        return [range(start, stop) for start, stop in pairwise([rows.start, *ends])]
 
     def next_step(self) -> list[Microbatch] | None:
         """This rank's microbatches of the next step; None when its data has ended."""
         if self._prefetcher is None:
-            self._prefetcher = _Prefetcher(self._make_steps(), self._settings.dataloader.prefetch_factor)
+            if self._settings.dataloader.num_workers:
+                self._workers = [Worker(part, f"data worker {i}") for i, part in enumerate(self._parts)]
+            made = [iter(part) for part in self._workers or self._parts]
+            self._prefetcher = Prefetcher(self._make_steps(made), self._settings.dataloader.prefetch_factor)
         step = self._prefetcher.next()
         if step is None:
             return None
         self._positions = step.positions
         return step.microbatches
 
-    def _make_steps(self) -> Iterator[_Step]:
-        size = self._settings.local_batch_size
+    def _make_steps(self, parts: list[Iterator[_Made]]) -> Iterator[_Step]:
+        if self._pin_for is not None:  # torch pins for the thread's current device, in a new thread the first one
+            torch.accelerator.set_device_index(self._pin_for.index)
         while True:
-            windows = []
-            for number, stream in self._streams.items():
-                for row in range(number * self._rows_per_stream, (number + 1) * self._rows_per_stream):
-                    window = stream.next_window()
-                    if window is None:
-                        return
-                    if row in self._rows:
-                        windows.append(window)
-            rows = torch.from_numpy(np.stack(windows).astype(np.int64))
-            batches = [Microbatch(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in rows.split(size)]
-            yield _Step(batches, {number: stream.state_dict() for number, stream in self._streams.items()})
+            made: list[_Made] = []
+            for part in parts:
+                if (rows_of_part := next(part, None)) is None:
+                    return
+                made.append(rows_of_part)
+            windows = torch.from_numpy(np.concatenate([part.windows for part in made]).astype(np.int64))
+            batches = [
+                Microbatch(self._laid_out(rows[:, :-1]), self._laid_out(rows[:, 1:]))
+                for rows in windows.split(self._settings.local_batch_size)
+            ]
+            yield _Step(batches, {number: state for part in made for number, state in part.positions.items()})
+
+    def _laid_out(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.contiguous()
+        return rows if self._pin_for is None else rows.pin_memory()
 
     def state_dict(self) -> State:
         """The position after the last step that was handed out, of all streams. Collective over the batch ranks."""
@@ -162,74 +232,34 @@ class DataLoader:
             )
         self.close()
         self._open_streams(count)
-        for number, stream in self._streams.items():
-            stream.load_state_dict(state["streams"][number])
-            self._positions[number] = state["streams"][number]
+        for part in self._parts:
+            for number, stream in part.streams.items():
+                stream.load_state_dict(state["streams"][number])
+                self._positions[number] = state["streams"][number]
 
     def _identity(self) -> dict[str, Any]:
-        return {
+        identity = {
             "dataset": self._source.name,
             "documents": self._source.fingerprint,
             "tokenizer": self._tokenizer.fingerprint,
             "shuffle": self._settings.shuffle,
             "seed": self._seed,
         }
+        if isinstance(self._source, TokenFiles):  # the position counts windows
+            identity["seq_len"] = self._settings.seq_len
+        return identity
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop reading ahead, and end the worker processes."""
         if self._prefetcher is not None:
-            self._prefetcher.close()
-            self._prefetcher = None
+            self._prefetcher.stop()
+        for worker in self._workers:
+            worker.close()
+        if self._prefetcher is not None:
+            self._prefetcher.join()  # it may be in the middle of a document, which is left unread
+        self._prefetcher, self._workers = None, []
 
 
 def _differences(saved: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     changed = [key for key in sorted(saved.keys() | ours.keys()) if saved.get(key) != ours.get(key)]
     return [f"{key}: {saved.get(key)!r} then, {ours.get(key)!r} now" for key in changed]
-
-
-class _Prefetcher:
-    """Runs an iterator of steps in a thread, a few steps ahead. Errors come out where the step would have."""
-
-    def __init__(self, steps: Iterator[_Step], depth: int) -> None:
-        self._steps = steps
-        self._queue: queue.Queue[_Step | BaseException | None] = queue.Queue(maxsize=max(1, depth))
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._fill, name="titan-data", daemon=True) if depth else None
-        self._ended = False
-        if self._thread:
-            self._thread.start()
-
-    def next(self) -> _Step | None:
-        """The next step, or None after the last."""
-        if self._ended:
-            return None
-        item = self._queue.get() if self._thread else next(self._steps, None)
-        if isinstance(item, BaseException):
-            self._ended = True
-            raise item
-        self._ended = item is None
-        return item
-
-    def _fill(self) -> None:
-        try:
-            for step in self._steps:
-                if not self._put(step):
-                    return
-            self._put(None)
-        except BaseException as error:
-            self._put(error)
-
-    def _put(self, item: _Step | BaseException | None) -> bool:
-        while not self._stopped.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def close(self) -> None:
-        """Stop the thread; it may be in the middle of a document, which is left unread."""
-        self._stopped.set()
-        if self._thread:
-            self._thread.join()

@@ -15,6 +15,22 @@ import numpy as np
 State = dict[str, Any]
 
 
+class WindowStream(Protocol):
+    """Windows in one order, `seq_len + 1` tokens each, and the position of the next one."""
+
+    def take(self, count: int, wanted: range) -> list[np.ndarray] | None:
+        """Pass the next `count` windows; those with a place among them (from 0) in `wanted`, int32, are returned.
+
+        None when the data ends before.
+        """
+
+    def state_dict(self) -> State:
+        """What `load_state_dict` needs to come back to the next window. JSON types only."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Go to a position. Reads nothing yet."""
+
+
 class Reader(Protocol):
     """Documents of one stream in order, and the position of the next one."""
 
@@ -36,7 +52,7 @@ class _Piece(NamedTuple):
 
 
 class PackedStream:
-    """Windows of one stream of documents."""
+    """Windows of one stream of documents; see `WindowStream`."""
 
     def __init__(self, reader: Reader, encode: Callable[[str], np.ndarray], seq_len: int) -> None:
         """
@@ -48,11 +64,22 @@ class PackedStream:
         self._seq_len = seq_len
         self._pieces: deque[_Piece] = deque()
         self._buffered = 0
+        self._skip = 0  # tokens of the next document that were used before the position that was loaded
+
+    def take(self, count: int, wanted: range) -> list[np.ndarray] | None:
+        """See `WindowStream`."""
+        windows = []
+        for place in range(count):
+            if (window := self.next_window()) is None:
+                return None
+            if place in wanted:
+                windows.append(window)
+        return windows
 
     def next_window(self) -> np.ndarray | None:
         """The next `seq_len + 1` tokens, int32; None when the data ends before."""
         while self._buffered <= self._seq_len:
-            if not self._read(skip=0):
+            if not self._read():
                 return None
         window = np.concatenate([piece.tokens for piece in self._pieces])[: self._seq_len + 1]
         self._drop(self._seq_len)
@@ -62,12 +89,13 @@ class PackedStream:
         """What is left when there is no next window: up to `seq_len` tokens, int32."""
         return np.concatenate([np.empty(0, np.int32), *(piece.tokens for piece in self._pieces)])
 
-    def _read(self, skip: int) -> bool:
-        document = self._reader.state_dict()
+    def _read(self) -> bool:
+        document, skip = self._reader.state_dict(), self._skip
         try:
             tokens = self._encode(next(self._reader))[skip:]
         except StopIteration:
             return False
+        self._skip = 0
         if len(tokens):
             self._pieces.append(_Piece(document, skip, tokens))
             self._buffered += len(tokens)
@@ -85,13 +113,12 @@ class PackedStream:
     def state_dict(self) -> State:
         """The position of the next window's first token: a document and an offset in it."""
         if not self._pieces:
-            return {"document": self._reader.state_dict(), "offset": 0}
+            return {"document": self._reader.state_dict(), "offset": self._skip}
         return {"document": self._pieces[0].document, "offset": self._pieces[0].offset}
 
     def load_state_dict(self, state: State) -> None:
-        """Go to a position. The document that it lies in is read and encoded again."""
+        """Go to a position. The document that it lies in is read and encoded again, with the next window."""
         self._pieces.clear()
         self._buffered = 0
         self._reader.load_state_dict(state["document"])
-        if state["offset"]:
-            self._read(skip=state["offset"])
+        self._skip = state["offset"]

@@ -1,7 +1,7 @@
 """Where a run's text comes from: the datasets that `training.dataset` can name.
 
 Local data (files, lines, rows) are `Documents`: each has a number, so that any order is a matter of arithmetic. Hub
-datasets are `StreamedDocuments`, read as they arrive.
+datasets are `StreamedDocuments`, read as they arrive. Token files are neither: they were text once.
 No dataset knows of ranks, epochs of a run, or tokens; a row that can't be read is reported, never dropped or mended.
 """
 
@@ -16,8 +16,12 @@ from titan.data.hub import open_c4, open_hub
 from titan.data.json_files import open_json
 from titan.data.tables import is_saved, open_parquet, open_saved
 from titan.data.text_files import open_python_stdlib, open_text
+from titan.data.token_files import TokenFiles, open_token_files
+from titan.data.token_windows import windows_of
+from titan.data.tokenizer import Tokenizer
 from titan.observability.logging import logger
 
+Source = Documents | StreamedDocuments | TokenFiles
 Factory = Callable[[Training], Documents | StreamedDocuments]
 
 
@@ -33,6 +37,26 @@ _factories: dict[str, Factory] = {
     "parquet": _or_saved(open_parquet),
     "c4": open_c4,
 }
+
+
+TOKENS = "tokens"  # the dataset that is no text
+
+
+def open_source(training: Training, tokenizer: Tokenizer) -> Source:
+    """What a run reads: token files, or documents as `open_documents` finds them. Raises UserError as either does."""
+    if training.dataset != TOKENS:
+        return open_documents(training)
+    files = open_token_files(training, tokenizer)
+    windows = windows_of(files, training.seq_len)
+    logger.info(
+        f"dataset tokens: {len(files):,} tokens, {files.documents:,} documents in {files.shards:,} shards from "
+        f"{training.dataset_path}"
+    )
+    left = len(files) - 1 - windows * training.seq_len
+    logger.info(
+        f"an epoch is {windows:,} windows of {training.seq_len:,} tokens; its last {left:,} tokens are left out"
+    )
+    return files
 
 
 def open_documents(training: Training) -> Documents | StreamedDocuments:
@@ -60,7 +84,8 @@ def check_dataset(name: str) -> None:
     Raises:
         UserError: the name is neither registered nor of a hub id's form, or it is a path.
     """
-    if name in _factories:
+    known = sorted([*_factories, TOKENS])
+    if name in known:
         return
     if os.path.exists(os.path.expanduser(name)):
         raise UserError(
@@ -68,10 +93,10 @@ def check_dataset(name: str) -> None:
             "training.dataset."
         )
     if "/" not in name:
-        near = difflib.get_close_matches(name, list(_factories))
+        near = difflib.get_close_matches(name, known)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
         raise UserError(
-            f"training.dataset = {name!r} isn't a dataset. {hint}Known: {', '.join(sorted(_factories))}; a hub id has "
+            f"training.dataset = {name!r} isn't a dataset. {hint}Known: {', '.join(known)}; a hub id has "
             "the form owner/name."
         )
 
@@ -82,6 +107,6 @@ def register_dataset(name: str, factory: Factory) -> None:
     Raises:
         ValueError: the name is taken.
     """
-    if name in _factories:
+    if name in (*_factories, TOKENS):
         raise ValueError(f"a dataset {name!r} exists already")
     _factories[name] = factory

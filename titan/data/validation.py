@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from titan.config.errors import UserError
-from titan.config.job_config import JobConfig, Training
+from titan.config.job_config import Training
 from titan.data.loader import Microbatch
 from titan.data.packing import PackedStream
 from titan.data.readers import BadRowPolicy, open_reader
-from titan.data.sources import open_documents
+from titan.data.sources import TOKENS, open_documents
+from titan.data.token_files import open_token_files
 from titan.data.tokenizer import Tokenizer, document_tokens
 from titan.models.layers.head import IGNORED
 
@@ -24,26 +25,11 @@ class Rows(NamedTuple):
 
     Attributes:
         microbatches: as many of the same shape on every rank; what windows there aren't is IGNORED.
-        bytes_per_token: of the text that was read for them, in UTF-8, over its tokens.
+        bytes_per_token: of the text that was read for them, in UTF-8, over its tokens; None when only tokens are known.
     """
 
     microbatches: list[Microbatch]
-    bytes_per_token: float
-
-
-def validation_text(job: JobConfig) -> Training:
-    """The [training] section as validation reads text: once, in order, from its own dataset where one is named."""
-    own = job.validation
-    changes: dict[str, object] = {
-        "dataset_path": own.dataset_path,
-        "dataset_split": own.dataset_split,
-        "seq_len": own.seq_len,
-        "local_batch_size": own.local_batch_size,
-    }
-    changes = {key: value for key, value in changes.items() if value is not None}
-    if own.dataset is not None:  # the training set's place means nothing to another dataset
-        changes = {"dataset_path": None, "dataset_subset": None, **changes, "dataset": own.dataset}
-    return dataclasses.replace(job.training, **changes, infinite=False, shuffle=False)  # type: ignore[arg-type]
+    bytes_per_token: float | None
 
 
 def read_rows(
@@ -52,24 +38,22 @@ def read_rows(
     """Read a validation set and keep this rank's rows. Every rank reads all of it, and keeps an even share.
 
     Args:
-        settings: as `validation_text` gives them.
+        settings: as `derived.validation_text` gives them.
         windows: how many of the first windows make the set; None for all.
         batch_rank, batch_degree: this rank's place among those that read different rows.
 
     Raises:
         UserError: the dataset isn't there, or has not even two tokens.
     """
-    text = _Text(settings, tokenizer)
+    text = _TokenFiles(settings, tokenizer) if settings.dataset == TOKENS else _Text(settings, tokenizer)
     mine: list[np.ndarray] = []
     count = 0
-    for window in text.windows():
-        if count == windows:
-            break
+    for window in itertools.islice(text.windows(), windows):
         if count % batch_degree == batch_rank:
             mine.append(window)
         count += 1
     if count == 0:
-        raise UserError(f"the validation set ({settings.dataset}) has {text.tokens} token(s); a loss needs two")
+        raise UserError(f"the validation set ({settings.dataset}) has not even two tokens")
     size = settings.local_batch_size
     unit = size * batch_degree
     rows = -(-count // unit) * size
@@ -78,16 +62,20 @@ def read_rows(
         row[: len(window)] = window
     whole = torch.from_numpy(table)
     batches = [Microbatch(part[:, :-1].clamp(min=0), part[:, 1:].contiguous()) for part in whole.split(size)]
-    return Rows(batches, text.bytes / text.tokens)
+    return Rows(batches, text.bytes_per_token)
 
 
 class _Text:
     """Windows of a text that is read once, and how long it was."""
 
     def __init__(self, settings: Training, tokenizer: Tokenizer) -> None:
-        self.bytes = self.tokens = 0
+        self._bytes = self._tokens = 0
         self._settings = settings
         self._tokenizer = tokenizer
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self._bytes / self._tokens
 
     def windows(self) -> Iterator[np.ndarray]:
         """`seq_len + 1` tokens each, as in training; the last one has what is left."""
@@ -104,6 +92,21 @@ class _Text:
 
     def _encode(self, text: str) -> np.ndarray:
         tokens = document_tokens(self._tokenizer, text)
-        self.bytes += len(text.encode())
-        self.tokens += len(tokens)
+        self._bytes += len(text.encode())
+        self._tokens += len(tokens)
         return tokens
+
+
+class _TokenFiles:
+    """Windows of token files, which don't know how long their text was."""
+
+    bytes_per_token = None
+
+    def __init__(self, settings: Training, tokenizer: Tokenizer) -> None:
+        self._files = open_token_files(settings, tokenizer)
+        self._seq_len = settings.seq_len
+
+    def windows(self) -> Iterator[np.ndarray]:
+        """As `_Text` makes them."""
+        for start in range(0, len(self._files) - 1, self._seq_len):
+            yield self._files.read(start, min(self._seq_len + 1, len(self._files) - start))

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from titan.config.job_config import Metrics
 from titan.observability.logging import ColorName, color_allowed, logger, paint
 
-MetricValues: TypeAlias = Mapping[str, "int | float | None"]
+MetricValues: TypeAlias = Mapping[str, "int | float | str | None"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class WindowMetrics:
         checkpoint_seconds: sum of the window's pauses for checkpoints; one after a logged step is the next window's, so
             that the one after the run's last step is in no line.
         memory_peak_bytes: the largest peak of any rank.
+        fingerprint: of the last step's global batch; left out when metrics.fingerprint is off.
     """
 
     loss: float
@@ -52,6 +53,7 @@ class WindowMetrics:
     data_seconds: float
     checkpoint_seconds: float
     memory_peak_bytes: int
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,22 +63,24 @@ class ValidationMetrics:
     Attributes:
         validation_loss: mean over all tokens of the set, in nats, by the function that training minimises.
         validation_perplexity: e to the loss.
-        validation_bits_per_byte: the loss in bits over the set's bytes of text, which no tokenizer changes.
+        validation_bits_per_byte: the loss in bits over the set's bytes of text, which no tokenizer changes; None when
+            only its tokens are known.
     """
 
     validation_loss: float
     validation_perplexity: float
-    validation_bits_per_byte: float
+    validation_bits_per_byte: float | None
 
     @staticmethod
-    def of(loss: float, bytes_per_token: float) -> ValidationMetrics:
+    def of(loss: float, bytes_per_token: float | None) -> ValidationMetrics:
         """
         Args:
             loss: in nats per token.
             bytes_per_token: of the set's text, in UTF-8.
         """
         perplexity = math.exp(loss) if loss < 700 else math.inf  # math.exp overflows from 710 on
-        return ValidationMetrics(loss, perplexity, loss / math.log(2) / bytes_per_token)
+        bits = None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
+        return ValidationMetrics(loss, perplexity, bits)
 
 
 class JsonLinesWriter:
@@ -112,7 +116,7 @@ class JsonLinesWriter:
 
 
 class TensorBoardWriter:
-    """The same keys as TensorBoard scalars; values that are unknown are left out.
+    """The same keys as TensorBoard scalars; values that are unknown, or no numbers, are left out.
 
     Args:
         folder: where the events go; made when missing.
@@ -127,7 +131,7 @@ class TensorBoardWriter:
     def write(self, step: int, values: MetricValues) -> None:
         """Add a point to each scalar."""
         for key, value in values.items():
-            if value is not None:
+            if value is not None and not isinstance(value, str):
                 self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
@@ -167,9 +171,10 @@ class Console:
     def show_validation(self, step: int, metrics: ValidationMetrics) -> None:
         """Print a validation round."""
         if not self._silent:
+            bits = metrics.validation_bits_per_byte
             logger.info(
                 f"Validation after step {step}: loss {metrics.validation_loss:.4f}  "
-                f"perplexity {metrics.validation_perplexity:.2f}  bits/byte {metrics.validation_bits_per_byte:.4f}"
+                f"perplexity {metrics.validation_perplexity:.2f}{'' if bits is None else f'  bits/byte {bits:.4f}'}"
             )
 
     def close(self) -> None:
@@ -196,7 +201,7 @@ def open_writers(
     return writers
 
 
-def _json_value(value: int | float | None) -> int | float | str | None:
+def _json_value(value: int | float | str | None) -> int | float | str | None:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -32,6 +32,7 @@ class StepResult:
         lr: the learning rate used.
         tokens: trained on in this step over all ranks (windows × seq_len).
         data_seconds: how long this rank waited for its data.
+        fingerprint: of its global batch; None when it isn't asked for.
     """
 
     step: int
@@ -40,6 +41,7 @@ class StepResult:
     lr: float
     tokens: int
     data_seconds: float
+    fingerprint: str | None = None
 
 
 class MetricsLogger:
@@ -106,8 +108,11 @@ class MetricsLogger:
         step, metrics = self._window[-1].step, self._measure(now)
         if self._console:
             self._console.show(step, metrics, self._device.memory().capacity_bytes, self._seconds_left(step, now))
+        values = asdict(metrics)
+        if metrics.fingerprint is None:
+            del values["fingerprint"]
         for writer in self._writers:
-            writer.write(step, asdict(metrics))
+            writer.write(step, values)
         # The time that logging took belongs to the next window: it is part of what training costs.
         self._window_start = now
         if self._first_step_end is None:
@@ -115,7 +120,7 @@ class MetricsLogger:
         self._window.clear()
         self._paused = dict.fromkeys(self._paused, 0.0)
 
-    def validation(self, step: int, loss: float, bytes_per_token: float) -> None:
+    def validation(self, step: int, loss: float, bytes_per_token: float | None) -> None:
         """Log a validation round after this step: a line of its own, with keys of its own."""
         metrics = ValidationMetrics.of(loss, bytes_per_token)
         if self._console:
@@ -159,6 +164,7 @@ class MetricsLogger:
             data_seconds=statistics.fmean(result.data_seconds for result in window),
             checkpoint_seconds=self._paused["checkpoint"],
             memory_peak_bytes=self._peak_over_ranks(),
+            fingerprint=window[-1].fingerprint,
         )
 
     def _peak_over_ranks(self) -> int:

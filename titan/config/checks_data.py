@@ -1,0 +1,92 @@
+"""Rules of the data: that it is there, and can be read as the config says."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from titan.config.derived import validation_text
+from titan.config.errors import UserError
+from titan.config.job_config import JobConfig, Training
+from titan.config.nearest import did_you_mean
+from titan.config.rules import SEQUENCES, Mistakes, Rule
+from titan.data.files import matching_paths
+
+_DATASET, _PATH = "training.dataset", "training.dataset_path"
+_WORKERS, _PIN = "training.dataloader.num_workers", "training.dataloader.pin_memory"
+
+
+def _texts(config: JobConfig) -> dict[str, Training]:
+    """What is read, by the section that names it."""
+    texts = {"training": config.training}
+    if config.validation.enable:
+        texts["validation"] = validation_text(config)
+    return texts
+
+
+def _dataset(config: JobConfig, world_size: int) -> Mistakes:
+    from titan.data.sources import check_dataset  # imports numpy, so not before it is needed
+
+    for name in dict.fromkeys(text.dataset for text in _texts(config).values()):
+        try:
+            check_dataset(name)
+        except UserError as error:
+            yield str(error)
+
+
+def _dataset_path(config: JobConfig, world_size: int) -> Mistakes:
+    places = {(text.dataset, text.dataset_path): section for section, text in reversed(_texts(config).items())}
+    for (dataset, path), section in places.items():
+        if dataset not in ("text", "json", "parquet", "tokens"):
+            continue
+        if path is None:
+            what = (
+                "a folder that scripts/prepare_data.py wrote" if dataset == "tokens" else "a file, a folder or a glob"
+            )
+            yield f'{section}.dataset = "{dataset}" needs {section}.dataset_path: {what}'
+        elif not os.path.exists(place := os.path.expanduser(path)) and not any(matching_paths(place)):
+            beside = [str(file) for file in Path(place).parent.glob("*")]
+            yield f'{section}.dataset_path = "{path}": matches no file{did_you_mean(path, beside)}'
+
+
+def _token_files(config: JobConfig, world_size: int) -> Mistakes:
+    texts = {text.dataset_path: text for text in _texts(config).values() if text.dataset == "tokens"}
+    if not texts:
+        return
+    from titan.data.token_files import open_token_files
+    from titan.data.tokenizer import build_tokenizer
+
+    for text in texts.values():
+        try:
+            open_token_files(text, build_tokenizer(config.model.tokenizer_path))
+        except UserError as error:
+            yield str(error)
+
+
+def _workers(config: JobConfig, world_size: int) -> Mistakes:
+    workers = config.training.dataloader.num_workers
+    if workers and "fork" not in multiprocessing.get_all_start_methods():
+        yield f"{_WORKERS} = {workers}: this system can't fork processes; leave it at 0"
+
+
+_READ = (_DATASET, _PATH, "validation.enable", "validation.dataset", "validation.dataset_path")
+_TOKENS_READ = ("experimental.custom_import", "model.tokenizer_path", *SEQUENCES, *_READ)
+
+RULES = (
+    Rule(_dataset, ("experimental.custom_import", *_READ), (_DATASET,)),
+    Rule(_dataset_path, _READ, (_PATH,)),
+    Rule(_token_files, _TOKENS_READ),
+    Rule(_workers, (_WORKERS,)),
+)
+
+
+def warnings(config: JobConfig) -> Iterator[str]:
+    """What gains nothing."""
+    if config.training.dataloader.pin_memory:
+        # Torch is imported for the few who ask for this: only it knows the device.
+        from titan.observability.device import find_device, pins_memory
+
+        if not pins_memory(find_device().type):
+            yield f"{_PIN} = true: batches stay in a CPU's memory, where there is nothing to pin them for"

@@ -1,0 +1,62 @@
+"""Windows of token files: each has a number, so that a position is one number and an order no more than arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from titan.data.packing import State
+from titan.data.shuffle import Permutation, derive_key
+from titan.data.token_files import TokenFiles
+from titan.observability.logging import logger
+
+
+class TokenWindows:
+    """See `WindowStream`: window k of an epoch is tokens k·S … k·S + S, S = seq_len, and so overlaps the next by one.
+
+    What is left at the end is too short for a window and is left out of every epoch. The windows of all epochs are
+    numbered in the order in which they are read: number n is place n mod W of epoch ⌊n / W⌋, of W windows. A keyed
+    permutation drawn from (seed, epoch) says which window is at that place.
+    """
+
+    def __init__(self, files: TokenFiles, seq_len: int, *, shuffle: bool, infinite: bool, seed: int) -> None:
+        self._files = files
+        self._seq_len = seq_len
+        self._windows = windows_of(files, seq_len)
+        self._shuffle = shuffle
+        self._infinite = infinite
+        self._seed = seed
+        self._next = 0
+
+    def take(self, count: int, wanted: range) -> list[np.ndarray] | None:
+        """See `WindowStream`. Those that aren't wanted aren't read."""
+        if not self._infinite and self._next + count > self._windows:
+            return None
+        numbers = self._next + np.arange(wanted.start, wanted.stop, dtype=np.int64)
+        before = max(0, self._next - 1) // self._windows
+        self._next += count
+        if (epoch := (self._next - 1) // self._windows) > before and wanted.start == 0:  # several read the files
+            logger.info(f"the token files begin epoch {epoch}")
+        return [self._files.read(int(window) * self._seq_len, self._seq_len + 1) for window in self._order(numbers)]
+
+    def _order(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Which windows, by their place in the files, have these numbers."""
+        epochs, places = np.divmod(numbers, self._windows)
+        if self._shuffle:
+            for epoch in np.unique(epochs):
+                order = Permutation(self._windows, derive_key(self._seed, "windows", int(epoch)))
+                places[epochs == epoch] = order.take(places[epochs == epoch])
+        return places
+
+    def state_dict(self) -> State:
+        """The number of the next window."""
+        return {"window": self._next}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go to a window."""
+        self._next = state["window"]
+
+
+def windows_of(files: TokenFiles, seq_len: int) -> int:
+    """The windows of an epoch."""
+    return (len(files) - 1) // seq_len
