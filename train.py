@@ -54,7 +54,7 @@ def train(loaded: LoadedConfig) -> None:
     import torch.distributed as dist
 
     from titan.checkpoint.manager import CheckpointManager
-    from titan.config.derived import global_batch_size, model_sizes, resolved_steps, validation_text
+    from titan.config.derived import global_batch_size, model_sizes, resolved_steps, tokenizer_path, validation_text
     from titan.config.errors import UserError
     from titan.config.toml_text import to_toml
     from titan.data.fingerprint import batch_fingerprint
@@ -96,7 +96,7 @@ def train(loaded: LoadedConfig) -> None:
         logger.info(line)
 
     # 2. On what: the data, in an order that no layout changes.
-    tokenizer = build_tokenizer(job.model.tokenizer_path)
+    tokenizer = build_tokenizer(tokenizer_path(job))
     logger.info(tokenizer.description)
     global_batch = global_batch_size(job, dims.batch_degree)
     batch_group = dims.batch.get_group()

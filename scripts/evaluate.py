@@ -76,7 +76,7 @@ def score(loaded: LoadedConfig, global_batch: int) -> None:
     from titan.checkpoint.collective import Ranks
     from titan.checkpoint.loading import Loader
     from titan.checkpoint.state import model_tensors
-    from titan.config.derived import model_sizes, validation_text
+    from titan.config.derived import model_sizes, tokenizer_path, validation_text
     from titan.config.toml_text import to_toml
     from titan.data.tokenizer import build_tokenizer
     from titan.data.validation import read_rows
@@ -120,7 +120,7 @@ def score(loaded: LoadedConfig, global_batch: int) -> None:
 
     windows = None if job.validation.steps == -1 else job.validation.steps * global_batch
     place = dims.batch.get_local_rank(), dims.batch_degree
-    rows = read_rows(validation_text(job), build_tokenizer(job.model.tokenizer_path), windows, *place)
+    rows = read_rows(validation_text(job), build_tokenizer(tokenizer_path(job)), windows, *place)
     loss = evaluate(stages, job, dims, device.torch_device, rows.microbatches)
     if rank == 0:
         for name, value in dataclasses.asdict(ValidationMetrics.of(loss, rows.bytes_per_token)).items():

@@ -186,6 +186,8 @@ def python(session: Session, variables: dict[str, str], words: list[str], asked:
             session.output = output.getvalue()
         case ["scripts/evaluate.py", *arguments]:
             session.script(["scripts/evaluate.py", *arguments])
+        case ["scripts/convert_checkpoint.py" | "scripts/generate.py", *_]:
+            session.script(words[1:])
         case ["scripts/benchmark.py", *arguments]:
             measure(session, arguments)
         case ["scripts/prepare_data.py" | "scripts/train_tokenizer.py", *_]:

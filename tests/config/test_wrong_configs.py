@@ -178,7 +178,7 @@ WRONG: list[tuple[str, list[str]]] = [
     ("[training]\ncompile = 3", ["training.compile = 3 (today compile.enable)", "true or false"]),
     ("[model]\nconverters = ['float8']", ["float8.enable_float8_linear = true", "float8.emulate = true"]),
     ("[model]\nconverters = ['mx']", ['the converter "mx" isn\'t offered']),
-    ("[model]\nhf_assets_path = './assets'", ["model.hf_assets_path", "isn't built yet; leave it out"]),
+    ("[model]\nhf_assets_path = './assets'", ['model.hf_assets_path = "./assets"', "no such folder"]),
     ("[experimental]\nenable_compiled_autograd = true", ["compiled autograd isn't offered"]),
     ("[memory_estimation]\nenabled = true", ["memory_estimation.enabled = true", "run estimation.py"]),
     ("--memory_estimation.enable", ["--memory_estimation.enable", "run estimation.py"]),

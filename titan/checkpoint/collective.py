@@ -107,3 +107,18 @@ def _raise(task: str, failures: list[_Failure], cause: Exception | None) -> NoRe
         raise UserError("\n".join(dict.fromkeys(failure.text for failure in failures))) from cause
     causes = "; ".join(f"rank {failure.rank}: {failure.text}" for failure in failures)
     raise RuntimeError(f"could not {task}: {causes}") from cause
+
+
+class Alone:
+    """This process by itself, with what `Ranks` offers, for scripts that have no process group."""
+
+    group = None
+    rank, size = 0, 1
+
+    def on_first(self, task: str, work: Callable[[], Result]) -> Result:
+        """Do `work`."""
+        return work()
+
+    def on_each(self, task: str, work: Callable[[], Share], combine: Callable[[list[Share]], Result]) -> Result:
+        """Do `work` and combine its one result."""
+        return combine([work()])

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -152,3 +153,11 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def titan_version() -> str:
+    """The installed titan's."""
+    try:
+        return metadata.version("titan")
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return "not installed"

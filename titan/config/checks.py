@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from titan.config import (
     checks_activation,
+    checks_assets,
     checks_checkpoint,
     checks_data,
     checks_float8,
@@ -18,11 +19,18 @@ from titan.config import (
     checks_parallelism,
     checks_pipeline,
 )
-from titan.config.derived import batch_degree, global_batch_size, model_sizes, pipeline_microbatches, resolved_steps
+from titan.config.derived import (
+    batch_degree,
+    global_batch_size,
+    model_sizes,
+    pipeline_microbatches,
+    resolved_steps,
+    tokenizer_path,
+)
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
 from titan.config.nearest import did_you_mean
-from titan.config.rules import SEQUENCES, Mistakes, Rule, listed, nearest_multiples, window_lengths
+from titan.config.rules import MODEL_KEYS, SEQUENCES, Mistakes, Rule, listed, nearest_multiples, window_lengths
 from titan.config.toml_text import DEFAULT
 from titan.models.spec import model_families
 
@@ -94,7 +102,7 @@ def _seq_len(config: JobConfig, world_size: int) -> Mistakes:
 def _vocabulary(config: JobConfig, world_size: int) -> Mistakes:
     from titan.data.tokenizer import build_tokenizer  # its libraries are slow to import: not before they are needed
 
-    path, rows = config.model.tokenizer_path, model_sizes(config).vocab_size
+    path, rows = tokenizer_path(config), model_sizes(config).vocab_size
     try:
         ids = build_tokenizer(path).vocab_size
     except UserError as error:
@@ -120,7 +128,8 @@ RULES = (
     Rule(_model_name, ("experimental.custom_import", "model.name"), ("model.name",)),
     Rule(_flavor, _MODEL, ("model.flavor",)),
     Rule(_seq_len, (*_MODEL, *SEQUENCES)),
-    Rule(_vocabulary, ("experimental.custom_import", *_MODEL, "model.vocab_size", "model.tokenizer_path")),
+    *checks_assets.RULES,
+    Rule(_vocabulary, (*MODEL_KEYS, "model.vocab_size", "model.tokenizer_path", "model.hf_assets_path")),
     *checks_parallelism.MODEL_RULES,
     *checks_pipeline.RULES,
     *checks_activation.RULES,
@@ -221,7 +230,7 @@ def _vocabulary_warnings(config: JobConfig) -> Iterator[str]:
     from titan.data.tokenizer import build_tokenizer
 
     model = config.model
-    rows, ids = model_sizes(config).vocab_size, build_tokenizer(model.tokenizer_path).vocab_size
+    rows, ids = model_sizes(config).vocab_size, build_tokenizer(tokenizer_path(config)).vocab_size
     if ids < rows / 2 and model.flavor != "debugmodel":
         owner = "model.vocab_size" if model.vocab_size else f"{model.name} {model.flavor}"
         yield f"{owner} has {rows:,} rows, the tokenizer only {ids:,} ids: set model.tokenizer_path to the model's own"

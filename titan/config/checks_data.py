@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from titan.config.derived import validation_text
+from titan.config.derived import tokenizer_path, validation_text
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig, Training
 from titan.config.nearest import did_you_mean
@@ -60,7 +60,7 @@ def _token_files(config: JobConfig, world_size: int) -> Mistakes:
 
     for text in texts.values():
         try:
-            open_token_files(text, build_tokenizer(config.model.tokenizer_path))
+            open_token_files(text, build_tokenizer(tokenizer_path(config)))
         except UserError as error:
             yield str(error)
 
@@ -72,7 +72,7 @@ def _workers(config: JobConfig, world_size: int) -> Mistakes:
 
 
 _READ = (_DATASET, _PATH, "validation.enable", "validation.dataset", "validation.dataset_path")
-_TOKENS_READ = ("experimental.custom_import", "model.tokenizer_path", *SEQUENCES, *_READ)
+_TOKENS_READ = ("experimental.custom_import", "model.tokenizer_path", "model.hf_assets_path", *SEQUENCES, *_READ)
 
 RULES = (
     Rule(_dataset, ("experimental.custom_import", *_READ), (_DATASET,)),

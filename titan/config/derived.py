@@ -53,6 +53,14 @@ def resolved_steps(config: JobConfig, global_batch: int) -> int:
     )
 
 
+def tokenizer_path(config: JobConfig) -> str | None:
+    """Where the tokenizer is: model.tokenizer_path, else in model.hf_assets_path; None for the embedded one."""
+    from titan.data.tokenizer import has_tokenizer  # slow to import: not before it is needed
+
+    path, assets = config.model.tokenizer_path, config.model.hf_assets_path
+    return assets if path is None and assets is not None and has_tokenizer(assets) else path
+
+
 def compiles(config: JobConfig, component: Literal["model", "loss", "optimizer"]) -> bool:
     """Whether a part of the run goes through torch.compile."""
     return config.compile.enable and component in config.compile.components

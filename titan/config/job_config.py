@@ -57,6 +57,11 @@ class Model:
     tokenizer_path: str | None = setting(
         None, "Tokenizer file, or a folder that holds one (unset: the embedded byte tokenizer)."
     )
+    hf_assets_path: str | None = setting(
+        None,
+        "Hugging Face folder of the model (config.json, tokenizer, .safetensors): its sizes are compared with the "
+        "flavor's, and its tokenizer is used where tokenizer_path is unset.",
+    )
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] | None = setting(
         None, "Normalisation (unset: the flavor's, rmsnorm for Llama); np_layernorm is a layer norm without parameters."
     )

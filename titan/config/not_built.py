@@ -37,7 +37,6 @@ def _only_beside() -> Missing:
 
 
 NOT_BUILT = {
-    "model.hf_assets_path": _not_built("loading of Hugging Face folders isn't", ""),
     "model.attn_backend": _not_built("other attention than sdpa isn't", "sdpa"),
     "model.attn_mask": _not_built("document masking isn't", "causal"),
     "parallelism.expert_parallel_degree": _not_built("expert parallelism isn't", 1),

@@ -26,7 +26,7 @@ from titan.data.tokenizers.huggingface import HuggingFaceTokenizer
 from titan.data.tokenizers.llama3 import Llama3Tokenizer
 from titan.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 
-__all__ = ["Tokenizer", "build_tokenizer", "document_tokens", "register_tokenizer"]
+__all__ = ["Tokenizer", "build_tokenizer", "document_tokens", "has_tokenizer", "register_tokenizer"]
 
 _FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 _EXPECTED = (
@@ -75,6 +75,11 @@ def build_tokenizer(path: str | None) -> Tokenizer:
             f"model.tokenizer_path = {path!r}: {file} needs a library that isn't installed ({error}). "
             "`pip install 'titan[hf]'` installs it; a tokenizer.model needs no extra."
         ) from error
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether there is one in a folder."""
+    return any((Path(folder).expanduser() / name).is_file() for name in _FILES)
 
 
 def document_tokens(tokenizer: Tokenizer, text: str) -> TokenIds:

@@ -82,6 +82,30 @@ class Stages(NamedTuple):
 
 
 @dataclass(frozen=True)
+class HuggingFaceFormat(Generic[S]):
+    """How a family's weights lie in a Hugging Face folder: which tensor is which, and what config.json says.
+
+    Attributes:
+        model_type: what config.json calls the family.
+        names: sizes → the stored name of each of the model's tensors, in the order of the forward pass. A weight that
+            is tied is there once.
+        copies: sizes → stored names that may be there as well, each with the one whose values it must repeat.
+        ignored: ends of stored names that aren't weights.
+        vocabulary: the model's names of tensors that have a row per token id.
+        config: sizes → what config.json says of them. Raises UserError for sizes that the format doesn't have.
+        sizes: config.json → sizes. Raises UserError for what the family doesn't have.
+    """
+
+    model_type: str
+    names: Callable[[S], Mapping[str, str]]
+    copies: Callable[[S], Mapping[str, str]]
+    ignored: tuple[str, ...]
+    vocabulary: tuple[str, ...]
+    config: Callable[[S], dict[str, Any]]
+    sizes: Callable[[Mapping[str, Any]], S]
+
+
+@dataclass(frozen=True)
 class ModelSpec(Generic[S]):
     """A model family.
 
@@ -99,6 +123,7 @@ class ModelSpec(Generic[S]):
         pipeline: `(model, world_mesh, parallel_dims, job_config, device)` makes this rank's stages of a model.
         divisible_by_tp: sizes, by their names, that the tensor parallel degree must divide; empty where a family has
             no tensor parallelism.
+        huggingface: how its weights are stored for transformers; None where they can't be.
     """
 
     name: str
@@ -109,6 +134,7 @@ class ModelSpec(Generic[S]):
     stages: Callable[[S], Stages] | None = None
     pipeline: Callable[[nn.Module, DeviceMesh, ParallelDims, JobConfig, torch.device], Pipeline] | None = None
     divisible_by_tp: Callable[[S], Mapping[str, int]] = lambda sizes: {}
+    huggingface: HuggingFaceFormat[S] | None = None
 
 
 class TrainableModel(Protocol):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from titan.models.llama.huggingface import HUGGING_FACE
 from titan.models.llama.sizes import LLAMA2_FLAVORS, LLAMA3_FLAVORS, LlamaSizes
 from titan.models.spec import FlopsPerToken, ModelSpec, Stages, register_model
 
@@ -65,5 +66,15 @@ def _flops_per_token(sizes: LlamaSizes, seq_len: int) -> FlopsPerToken:
 
 for _name, _flavors in (("llama2", LLAMA2_FLAVORS), ("llama3", LLAMA3_FLAVORS)):
     register_model(
-        ModelSpec(_name, _flavors, _build, _parallelize, _flops_per_token, llama_stages, _pipeline, _divisible_by_tp)
+        ModelSpec(
+            _name,
+            _flavors,
+            _build,
+            _parallelize,
+            _flops_per_token,
+            llama_stages,
+            _pipeline,
+            _divisible_by_tp,
+            HUGGING_FACE,
+        )
     )
