@@ -54,7 +54,14 @@ def train(loaded: LoadedConfig) -> None:
     import torch.distributed as dist
 
     from titan.checkpoint.manager import CheckpointManager
-    from titan.config.derived import global_batch_size, model_sizes, resolved_steps, tokenizer_path, validation_text
+    from titan.config.derived import (
+        global_batch_size,
+        huggingface_folder,
+        model_sizes,
+        resolved_steps,
+        tokenizer_path,
+        validation_text,
+    )
     from titan.config.errors import UserError
     from titan.config.toml_text import to_toml
     from titan.data.fingerprint import batch_fingerprint
@@ -150,7 +157,10 @@ def train(loaded: LoadedConfig) -> None:
         layout=dims.degrees(),
     )
     step, tokens_seen = 0, 0
-    if (state := checkpoint.load()) is None:
+    if (state := checkpoint.load()) is None and job.checkpoint.initial_load_in_hf:
+        assert family.huggingface is not None  # config/checks_checkpoint.py
+        checkpoint.load_huggingface(huggingface_folder(job), sizes, family.huggingface)
+    elif state is None:
         for part in stages.parts:
             initialize_weights(part, job.debug.seed)
     else:
@@ -230,10 +240,18 @@ def train(loaded: LoadedConfig) -> None:
                 save(last=step == steps)
         if checkpoint.due(step, last=True):  # the data ended early, or there is no step
             save(last=step > 0)
+        with metrics.pause("checkpoint"):
+            checkpoint.wait()
+            if job.checkpoint.last_save_in_hf and not job.checkpoint.load_only:
+                assert family.huggingface is not None  # config/checks_checkpoint.py
+                set_timeout(job.comm.init_timeout_seconds)  # while one rank writes, others wait within a gather
+                folder = dump_folder / "hf" / f"step-{step}"
+                checkpoint.save_huggingface(folder, sizes, family.huggingface, tokenizer_path(job))
         metrics.flush()
     finally:
         gc.enable()
         loader.close()
+        checkpoint.close()
         metrics.close()
     if owns_group:
         dist.destroy_process_group()

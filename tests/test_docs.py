@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from scripts import benchmark, download_tokenizer, draw_schedule
+from scripts import benchmark, download_tokenizer, draw_schedule, verify_checkpoint
 from tests.distributed.test_matrix import ALONE, COMPOSED, PAIRS
 from titan.config.errors import UserError
 from titan.config.fields import all_settings
@@ -188,6 +188,11 @@ def python(session: Session, variables: dict[str, str], words: list[str], asked:
             session.script(["scripts/evaluate.py", *arguments])
         case ["scripts/convert_checkpoint.py" | "scripts/generate.py", *_]:
             session.script(words[1:])
+        case ["scripts/verify_checkpoint.py", *arguments]:
+            with redirect_stdout(io.StringIO()) as output, pytest.MonkeyPatch.context() as patch:
+                patch.chdir(session.folder)
+                assert verify_checkpoint.main(arguments) == 0
+            session.output = output.getvalue()
         case ["scripts/benchmark.py", *arguments]:
             measure(session, arguments)
         case ["scripts/prepare_data.py" | "scripts/train_tokenizer.py", *_]:

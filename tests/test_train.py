@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.distributed.runs import TINY, train_here
 from tests.distributed.world import Worlds
@@ -160,6 +161,27 @@ def test_ck_export_dtype_of_a_run_s_last_save(worlds: Worlds, tmp_path: Path) ->
     assert sizes["step-8"] < sizes["step-4"] / 4  # a sixth, and what the format adds
     with pytest.raises(Exception, match="step-8 holds the model alone"):
         worlds(2).run(train_here, arguments(tmp_path, 4, steps=12))
+
+
+def test_hugging_face_weights_begin_and_end_a_run(worlds: Worlds, tmp_path: Path) -> None:
+    """Written by two ranks, read by two stages of a pipeline, which learn nothing and write them again."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    in_hf = "--checkpoint.last_save_in_hf"
+    worlds(2).run(train_here, [*arguments(first, 4, steps=2), in_hf])
+    start = ["--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={first / 'hf/step-2'}"]
+    pipeline = ["--parallelism.pipeline_parallel_degree=2", "--optimizer.lr=0", "--optimizer.weight_decay=0"]
+    for _ in range(2):  # the second time it resumes from its own checkpoint, and leaves what it wrote
+        rows = worlds(2).run(train_here, [*arguments(second, 8, steps=1), *start, *pipeline, in_hf])[0]
+    assert len(rows) == 1
+    found = [
+        {
+            name: tensor.numpy().tobytes()
+            for file in folder.glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
+        for folder in (first / "hf/step-2", second / "hf/step-1")
+    ]
+    assert found[0] == found[1] and "lm_head.weight" in found[0]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

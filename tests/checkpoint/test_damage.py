@@ -151,16 +151,16 @@ run.save(20)
 
 @pytest.mark.parametrize(
     ("module", "function", "survivor"),
-    [("manager", "write_manifest", 10), ("manager", "publish", 20)],
+    [("folders", "write_manifest", 10), ("folders", "remove_file", 20)],
 )
 def test_ck_partial_kill_in_mid_save(two: Path, module: str, function: str, survivor: int) -> None:
     script = _KILLED_SAVE.format(module=module, function=function)
     process = subprocess.run([sys.executable, "-c", script, str(two)], capture_output=True, text=True, timeout=120)
     assert process.returncode == -signal.SIGKILL, process.stderr
     root = two / "checkpoint"
-    assert sorted(path.name for path in root.iterdir()) == [".saving-step-20", "step-10", "step-5"]
+    assert sorted(path.name for path in root.iterdir()) == ["step-10", "step-20", "step-5"]
     run = Run(two)
     assert run.manager.load() == {"step": survivor}
-    assert not list(root.glob(".*"))
+    assert (root / "step-20").exists() == (survivor == 20) and not list(root.glob("*/.*unfinished"))
     run.save(21)
     assert Run(two).manager.load() == {"step": 21}

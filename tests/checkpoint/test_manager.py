@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoint.toy import Run, load
+from titan.checkpoint.folders import start_saving
 from titan.config.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -31,6 +32,7 @@ def test_ck_load_step(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"load_step = 999: .*Steps available: 5, 10"):
         Run(tmp_path, load_step=999).manager.load()
     (tmp_path / "checkpoint" / "step-7").mkdir()
+    (tmp_path / "checkpoint" / "step-7" / "notes").touch()
     with pytest.raises(UserError, match=r"step-7 can't be loaded: it has no manifest.json.*Steps available: 5, 10"):
         Run(tmp_path, load_step=7).manager.load()
     assert Run(tmp_path, load_step=5).manager.load() == {"step": 5}
@@ -119,10 +121,9 @@ def test_nothing_is_saved_when_only_loading_or_when_off(tmp_path: Path) -> None:
 
 def test_a_run_that_only_loads_leaves_another_run_s_save_alone(tmp_path: Path) -> None:
     Run(tmp_path).save(1)
-    saving = tmp_path / "checkpoint" / ".saving-step-2"
-    saving.mkdir()
+    start_saving(tmp_path / "checkpoint", 2, 1)
     assert Run(tmp_path, load_only=True).manager.load() == {"step": 1}
-    assert saving.exists()
+    assert _names(tmp_path) == ["step-1", "step-2"]
 
 
 def test_retention_leaves_everything_else(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_zero_keeps_all(tmp_path: Path) -> None:
     assert len(_names(tmp_path)) == 12
 
 
-def test_a_time_line_that_was_left_is_replaced_and_set_aside(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_a_time_line_that_was_left_is_set_aside(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     first = Run(tmp_path)
     first.save(5, 10)
     first.train(0, 1)
@@ -153,7 +154,7 @@ def test_a_time_line_that_was_left_is_replaced_and_set_aside(tmp_path: Path, log
     second.manager.load()
     second.train(5, 6)
     second.save(15)
-    assert _names(tmp_path) == ["step-10.aside", "step-15", "step-20.aside", "step-5"]
+    assert _names(tmp_path) == ["step-10.aside", "step-15", "step-15.aside", "step-20.aside", "step-5"]
     assert "step-20 to step-20.aside: it is of the time line that was left after step 5" in log.text
     # A restart goes on from the new time line, though the old one went further.
     assert load(tmp_path, "plain") == ({"step": 15}, second.contents())

@@ -46,6 +46,7 @@ class Run:
         self,
         folder: str | Path,
         layout: str = "plain",
+        /,
         *,
         seed: int = 0,
         width: int = 7,
@@ -71,20 +72,29 @@ class Run:
             layout={"dp_shard": dist.get_world_size()},
         )
 
-    def train(self, start: int, stop: int) -> None:
-        """Steps start + 1 … stop, the same ones whatever the layout. The learning rate is a function of the step."""
+    def train(self, start: int, stop: int) -> list[float]:
+        """Steps start + 1 … stop, the same ones whatever the layout. The learning rate is a function of the step.
+
+        Returns:
+            The losses.
+        """
+        losses = []
         for step in range(start + 1, stop + 1):
             self.optimizer.param_groups[0]["lr"] = 0.1 / step
             x = torch.linspace(-step, step, 10).reshape(2, 5)
-            self.model(x).square().sum().backward()
+            loss = self.model(x).square().sum()
+            losses.append(loss.item())
+            loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             if step == 2:
                 self.model.scale += 1  # a buffer that has to be saved
+        return losses
 
     def save(self, *steps: int) -> None:
         for step in steps:
             self.manager.save(step, {"step": step})
+        self.manager.wait()
 
     def contents(self) -> Contents:
         """All tensors, whole and as bytes: equal if, and only if, equal bit for bit."""
@@ -102,7 +112,7 @@ def train_and_save(folder: str, layout: str, steps: int) -> Contents:
     return run.contents()
 
 
-def load(folder: str, layout: str, **settings: Any) -> tuple[dict[str, Any] | None, Contents]:
+def load(folder: str | Path, layout: str, /, **settings: Any) -> tuple[dict[str, Any] | None, Contents]:
     run = Run(folder, layout, seed=1, **settings)
     train_state = run.manager.load()
     return train_state, run.contents()

@@ -66,6 +66,12 @@ WRONG: list[tuple[str, list[str]]] = [
         "--checkpoint.create_seed_checkpoint --checkpoint.enable --checkpoint.load_only",
         ["create_seed_checkpoint", "nothing is saved with checkpoint.load_only = true"],
     ),
+    ("--checkpoint.initial_load_in_hf", ["initial_load_in_hf = true: from where?", "model.hf_assets_path"]),
+    (
+        "--checkpoint.initial_load_in_hf --checkpoint.initial_load_path=. --checkpoint.no_initial_load_model_only",
+        ["initial_load_model_only = false", "holds weights alone"],
+    ),
+    ("--checkpoint.last_save_in_hf --model.norm_type=layernorm", ["last_save_in_hf = true", "rmsnorm"]),
     # validation
     ("--validation.enable --validation.dataset=txt", ["dataset = 'txt'", "Did you mean text?"]),
     ("--validation.enable --validation.dataset=text", ['validation.dataset = "text" needs validation.dataset_path']),

@@ -56,3 +56,13 @@ def test_memory_is_that_of_the_gpu(tmp_path: Path) -> None:
 def test_mfu_is_a_share_of_the_peak_where_that_is_known(tmp_path: Path) -> None:
     for row in train(tmp_path, "--training.mixed_precision_param=bfloat16", "--metrics.measure_peak_flops"):
         assert 0 < row["mfu"] < 1
+
+
+@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
+def test_ck_async_race(tmp_path: Path, mode: str) -> None:
+    """What was saved while training went on is the state at its step: from there the run goes the same way again."""
+    checkpoint = ["--checkpoint.enable", "--checkpoint.interval=1", f"--checkpoint.async_mode={mode}"]
+    straight = train(tmp_path, *checkpoint)
+    for step in (1, 2, 3):
+        again = train(tmp_path, *checkpoint, f"--checkpoint.load_step={step}", "--checkpoint.verify=checksum")
+        assert [row["loss"] for row in again] == pytest.approx([row["loss"] for row in straight], rel=1e-5), step

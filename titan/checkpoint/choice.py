@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from titan.checkpoint.collective import Ranks
 from titan.checkpoint.folders import STEP_NAME, recover, scan, step_folder
 from titan.checkpoint.manifest import Manifest, find_damage
+from titan.checkpoint.storage import Place
 from titan.config.errors import UserError
 from titan.config.job_config import Checkpoint
 from titan.observability.logging import logger
@@ -15,7 +15,7 @@ from titan.observability.logging import logger
 _SHOWN = 5
 
 
-def choose(root: Path, settings: Checkpoint) -> Manifest | None:
+def choose(root: Place, settings: Checkpoint) -> Manifest | None:
     """The checkpoint of `load_step`, -1 being the newest complete one; None when there is none. Rank 0's work.
 
     Finishes or clears away first what an interrupted save left, unless `load_only`: another run may be saving.
@@ -55,7 +55,7 @@ def choose(root: Path, settings: Checkpoint) -> Manifest | None:
     return chosen
 
 
-def find_initial(path: Path, model_only: bool) -> tuple[Path, Manifest]:
+def find_initial(path: Place, model_only: bool) -> tuple[Place, Manifest]:
     """The checkpoint that checkpoint.initial_load_path means: a step's folder, or the newest of a folder of them.
 
     Returns:
@@ -86,7 +86,7 @@ def find_initial(path: Path, model_only: bool) -> tuple[Path, Manifest]:
     return root, manifest
 
 
-def refuse_damaged(root: Path, manifest: Manifest, verify: Literal["size", "checksum", "none"], ranks: Ranks) -> None:
+def refuse_damaged(root: Place, manifest: Manifest, verify: Literal["size", "checksum", "none"], ranks: Ranks) -> None:
     """Check the files of a checkpoint, each rank its share. Collective.
 
     Raises:
@@ -109,7 +109,7 @@ def refuse_damaged(root: Path, manifest: Manifest, verify: Literal["size", "chec
     raise UserError("\n".join([f"the checkpoint {step_folder(root, manifest.step)} is damaged:", *lines, advice]))
 
 
-def _damage(root: Path, manifest: Manifest, verify: Literal["size", "checksum", "none"], ranks: Ranks) -> list[str]:
+def _damage(root: Place, manifest: Manifest, verify: Literal["size", "checksum", "none"], ranks: Ranks) -> list[str]:
     if verify == "none":
         return []
     folder = step_folder(root, manifest.step)

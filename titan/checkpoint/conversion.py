@@ -7,26 +7,18 @@ whole model.
 from __future__ import annotations
 
 import dataclasses
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from titan.checkpoint.collective import Alone
-from titan.checkpoint.folders import publish, saving_folder, start_saving, step_folder
+from titan.checkpoint.folders import step_folder
 from titan.checkpoint.huggingface_save import save_weights
-from titan.checkpoint.manifest import (
-    TRAIN_STATE_FILE,
-    Manifest,
-    record_files,
-    titan_version,
-    write_manifest,
-    write_synced,
-)
 from titan.checkpoint.meta_files import write_meta
+from titan.checkpoint.saving import Snapshot, write_snapshot
 from titan.checkpoint.sources import Format, Source, model_layout, without_a_group
-from titan.checkpoint.tensor_files import files_written_by
+from titan.checkpoint.state import MODEL_PREFIX
 from titan.checkpoint.weights import exported
 from titan.config.errors import UserError
 from titan.config.toml_text import to_toml
@@ -91,8 +83,6 @@ def _read(source: Source, name: str, dtype: torch.dtype | None) -> torch.Tensor:
 
 def _write_dcp(source: Source, root: Path, dtype: torch.dtype | None) -> Path:
     """A checkpoint of the weights alone, for checkpoint.initial_load_path."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
 
     if source.config is None:
         raise UserError(
@@ -102,29 +92,13 @@ def _write_dcp(source: Source, root: Path, dtype: torch.dtype | None) -> Path:
     config = dataclasses.replace(
         source.config, model=dataclasses.replace(source.config.model, tokenizer_path=source.tokenizer_path)
     )
-    start_saving(root, 0)
-    folder = saving_folder(root, 0)
     tensors = {
-        f"model.{name}": source.weights.read(name, exported(info, dtype).dtype)
+        MODEL_PREFIX + name: source.weights.read(name, exported(info, dtype).dtype)
         for name, info in source.weights.infos.items()
     }
     with without_a_group():
-        save(tensors, storage_writer=FileSystemWriter(folder, overwrite=False), no_dist=True)
-    write_synced(folder / TRAIN_STATE_FILE, "{}")
-    manifest = Manifest(
-        step=0,
-        previous=None,
-        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        titan=titan_version(),
-        torch=torch.__version__,
-        world_size=1,
-        layout={},
-        config=to_toml(config, {}),
-        files=record_files([*files_written_by(0, folder), folder / TRAIN_STATE_FILE]),
-    )
-    write_manifest(folder, manifest)
-    publish(root, 0)
-    return step_folder(root, 0)
+        write_snapshot(root, Snapshot(0, None, "{}", tensors, to_toml(config, {}), {}, model_only=True), Alone())
+    return root / step_folder(root, 0).name
 
 
 def load_model(source: Source, device: torch.device, dtype: torch.dtype) -> nn.Module:

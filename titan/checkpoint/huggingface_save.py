@@ -15,9 +15,9 @@ import torch
 
 from titan.checkpoint.collective import Alone, Ranks
 from titan.checkpoint.huggingface_config import CONFIG_FILE
-from titan.checkpoint.manifest import sync_folder, write_synced
 from titan.checkpoint.safetensors_files import INDEX_FILE, SINGLE_FILE, SafetensorsFile, size_in_bytes
 from titan.checkpoint.state import TensorInfo
+from titan.checkpoint.storage import sync_folder, write_whole
 from titan.checkpoint.weights import Weights, exported
 from titan.config.errors import UserError
 from titan.data.tokenizer import build_tokenizer
@@ -205,7 +205,7 @@ def _complete(
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_synced(path, json.dumps(content, indent=2) + "\n")
+    write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
 def copy_tokenizer(path: str | None, folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from titan.checkpoint.drift import differences, read_config, refuse_other_model
 from titan.checkpoint.folders import scan, step_folder
 from titan.checkpoint.manifest import TRAIN_STATE_FILE, Manifest
 from titan.checkpoint.state import MODEL_PREFIX, TensorInfo, check_same_model, describe
+from titan.checkpoint.storage import Place, at
 from titan.checkpoint.tensor_files import read_tensors, stored_tensors
 from titan.config.errors import UserError
 from titan.config.job_config import Checkpoint
@@ -45,7 +45,7 @@ class Loader:
     def __init__(
         self,
         settings: Checkpoint,
-        root: Path,
+        root: Place,
         config_toml: str,
         ranks: Ranks,
         live_tensors: Callable[[], dict[str, torch.Tensor]],
@@ -80,9 +80,9 @@ class Loader:
             excluded = self._excluded(own)
             state = self._read(self._root, own, excluded)
             return Start(state, None if "train_state" in excluded else own.step)
-        if (path := settings.initial_load_path) is not None:
+        if (path := settings.initial_load_path) is not None and not settings.initial_load_in_hf:
             alone = settings.initial_load_model_only
-            root, manifest = self._ranks.on_first(f"look for {path}", lambda: find_initial(Path(path), alone))
+            root, manifest = self._ranks.on_first(f"look for {path}", lambda: find_initial(at(path), alone))
             return Start(self._read(root, manifest, _ALL_BUT_WEIGHTS if alone else self._excluded(manifest)), None)
         if settings.enable:
             logger.info(f"No checkpoint in {self._root}: training starts anew")
@@ -97,7 +97,7 @@ class Loader:
             return ()
         return excluded
 
-    def _read(self, root: Path, manifest: Manifest, excluded: Sequence[str]) -> dict[str, Any]:
+    def _read(self, root: Place, manifest: Manifest, excluded: Sequence[str]) -> dict[str, Any]:
         """Fill weights and, unless excluded, the optimizer's state. Returns the train state without excluded parts."""
         started = time.monotonic()
         refuse_damaged(root, manifest, self._settings.verify, self._ranks)
@@ -123,7 +123,7 @@ class Loader:
 
     def _check(
         self,
-        folder: Path,
+        folder: Place,
         manifest: Manifest,
         excluded: Sequence[str],
         ours_by_rank: Sequence[Mapping[str, TensorInfo]],

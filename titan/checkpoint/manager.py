@@ -1,44 +1,43 @@
-"""When to save, and saving and loading as one act of all ranks.
-
-A save, step by step: rank 0 makes `.saving-step-N`; all ranks write their shards into it and hash them; rank 0 adds the
-train state and, last, the manifest, and renames the folder to `step-N`. A kill at any moment leaves the checkpoint that
-was there before, or the new one.
-"""
+"""When to save, in the foreground or beside training, and loading, as acts of all ranks. The steps are in saving.py."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta, timezone
-from importlib import metadata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from titan.checkpoint.background import Background
 from titan.checkpoint.collective import Ranks
-from titan.checkpoint.folders import keep_latest, publish, saving_folder, start_saving
+from titan.checkpoint.folders import keep_latest
 from titan.checkpoint.loading import Loader, readable
-from titan.checkpoint.manifest import (
-    TRAIN_STATE_FILE,
-    FileRecord,
-    Manifest,
-    find_damage,
-    record_files,
-    write_manifest,
-    write_synced,
-)
-from titan.checkpoint.state import MODEL_PREFIX, training_tensors
-from titan.checkpoint.tensor_files import files_written_by, write_tensors
-from titan.config.errors import UserError
+from titan.checkpoint.saving import Snapshot, exact_json, write_snapshot
+from titan.checkpoint.staging import Staging
+from titan.checkpoint.state import MODEL_PREFIX, model_tensors, training_tensors
+from titan.checkpoint.storage import place
+from titan.checkpoint.tensor_files import end_writing_process
 from titan.config.job_config import Checkpoint
+from titan.models.spec import HuggingFaceFormat
 from titan.observability.logging import logger
 from titan.training.optimizer import Optimizer
 
 # A rank may wait this long for the slowest one's share of a save or of a check.
 _TIME_LIMIT = timedelta(hours=1)
+# Seconds that a run which failed gives its save in flight. It must not outlast the launcher's patience.
+_LAST_WAIT = 20.0
+
+
+class _InFlight(NamedTuple):
+    """A save in the background."""
+
+    step: int
+    writing: Background
 
 
 class CheckpointManager:
@@ -64,12 +63,20 @@ class CheckpointManager:
             layout: the degrees of parallelism by name, kept in the manifest.
         """
         self._settings = settings
-        self._root = dump_folder / settings.folder
+        self._root = place(dump_folder, settings.folder)
         self._model_parts = model_parts
         self._optimizer = optimizer
         self._config_toml = config_toml
         self._layout = dict(layout)
         self._ranks = Ranks(_TIME_LIMIT)
+        self._in_process = settings.async_mode == "async_with_pinned_mem"
+        self._staging: Staging | None = None
+        if settings.async_mode != "disabled":
+            self._staging = Staging(for_another_process=self._in_process)
+            # A group of its own: messages of two threads on one group would be mixed up.
+            self._saving_ranks = Ranks(_TIME_LIMIT)
+        self._in_flight: _InFlight | None = None
+        self._removing: Background | None = None  # rank 0's
         self._last_step: int | None = None  # loaded or saved
         self._last_time = time.monotonic()
 
@@ -87,6 +94,7 @@ class CheckpointManager:
             UserError: the step isn't there, it is damaged, of another model, or the folder belongs to another run.
             RuntimeError: reading failed; it names ranks and causes. Weights may be half loaded.
         """
+        self.wait()
         loader = Loader(self._settings, self._root, self._config_toml, self._ranks, self._live_tensors)
         start = loader.load()
         self._last_time = time.monotonic()
@@ -95,14 +103,46 @@ class CheckpointManager:
         self._last_step = start.resumed_step
         return start.train_state
 
+    def load_huggingface(self, folder: str, sizes: Any, form: HuggingFaceFormat[Any]) -> None:
+        """Fill the weights from a Hugging Face folder; see `load_weights`."""
+        from titan.checkpoint.huggingface_load import load_weights
+
+        load_weights(folder, self._weights_by_name(), self._ranks, sizes=sizes, hf=form)
+        logger.info(f"Loaded the weights in {folder}")
+
+    def save_huggingface(
+        self, folder: Path, sizes: Any, form: HuggingFaceFormat[Any], tokenizer_path: str | None
+    ) -> None:
+        """Write the weights as a Hugging Face folder, in `export_dtype`, unless it is there; see `save_weights`."""
+        from titan.checkpoint.huggingface_save import save_weights
+        from titan.checkpoint.weights import LiveWeights
+
+        if self._ranks.on_first(f"look for {folder}", folder.exists):
+            return
+        dtype: torch.dtype = getattr(torch, self._settings.export_dtype)
+        weights = LiveWeights(self._weights_by_name())
+        save_weights(folder, weights, self._ranks, sizes=sizes, hf=form, dtype=dtype, tokenizer_path=tokenizer_path)
+        logger.info(f"Wrote the weights to {folder} for Hugging Face's libraries")
+
+    def _weights_by_name(self) -> dict[str, torch.Tensor]:
+        tensors = model_tensors(self._model_parts)
+        return {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
+
     def due(self, step: int, *, last: bool) -> bool:
         """Whether to save after `step`, the same answer on all ranks. Never for a step that was loaded or saved.
 
         Args:
             last: it is the run's last step, which is saved in any case.
+
+        Raises:
+            UserError, RuntimeError: what `save` raises, when the save in flight failed.
         """
         settings = self._settings
-        if not settings.enable or settings.load_only or step == self._last_step:
+        if not settings.enable or settings.load_only:
+            return False
+        if self._in_flight is not None and (last or self._ranks.agree(self._in_flight.writing.done)):
+            self._land()
+        if step == self._last_step:
             return False
         if last or (step == 1 and settings.enable_first_step_checkpoint):
             return True
@@ -113,103 +153,107 @@ class CheckpointManager:
     def save(self, step: int, train_state: Mapping[str, Any], *, last: bool = False) -> None:
         """Save the weights and the optimizer as they are, and delete what `keep_latest_k` no longer keeps.
 
+        With `async_mode`, everything is copied before this returns, and written afterwards; a save that is still in
+        flight is waited for first. Its failure is raised here too, or by `due` or `wait`, whichever comes first.
+
         Args:
-            last: no step comes after it: the optimizer is left out if `last_save_model_only`.
             train_state: anything else that a resume needs, as JSON: dicts with text keys, lists, texts, numbers,
                 booleans, None. Rank 0's is saved.
+            last: no step comes after it: the optimizer is left out if `last_save_model_only`.
 
         Raises:
-            UserError: the ranks don't share the folder.
-            RuntimeError: saving failed, or the train state wouldn't come back as it is; it names ranks and causes.
-                Earlier checkpoints are as they were.
+            UserError: the ranks don't share the folder, or something foreign is in the way.
+            RuntimeError: saving failed and `on_failure` says "stop", or the train state wouldn't come back as it is; it
+                names ranks and causes. Earlier checkpoints are as they were.
         """
         started = time.monotonic()
-        task = f"save step {step} in {self._root}"
-        train_state_text = self._ranks.on_first(task, lambda: self._prepare(step, train_state))
-        folder = saving_folder(self._root, step)
-        model_only = last and self._settings.last_save_model_only
-        write_tensors(folder, self._exported_weights() if model_only else self._live_tensors(), self._ranks.group)
-        size = self._ranks.on_each(
-            task,
-            lambda: record_files(files_written_by(self._ranks.rank, folder)),
-            lambda by_rank: self._complete(step, train_state_text, model_only, by_rank),
-        )
-        self._last_step = step
+        self.wait()
+        snapshot = self._snapshot(step, train_state, last and self._settings.last_save_model_only)
+        if self._staging is None:
+            self._settle(step, partial(self._write, snapshot, self._ranks, started))
+        else:
+            stalled = time.monotonic() - started
+            work = partial(self._write, snapshot, self._saving_ranks, started, stalled)
+            self._in_flight = _InFlight(step, Background(work, "save-checkpoint"))
         self._last_time = time.monotonic()
-        logger.info(f"Saved step {step} in {self._last_time - started:.1f} s ({readable(size)})")
+
+    def wait(self) -> None:
+        """Wait until nothing runs in the background any more. Every rank calls it; the run's end has to.
+
+        Raises:
+            UserError, RuntimeError: what `save` raises, when the save in flight failed.
+        """
+        self._land()
+        if self._removing is not None:
+            self._removing.join()
+
+    def close(self) -> None:
+        """Give the save in flight a moment to end, after a failure of training too. Talks to no rank, never raises."""
+        deadline = time.monotonic() + _LAST_WAIT
+        for work in (self._in_flight and self._in_flight.writing, self._removing):
+            if work is not None:
+                work.join(max(0, deadline - time.monotonic()))
+        if self._in_process:
+            end_writing_process()
+
+    def _snapshot(self, step: int, train_state: Mapping[str, Any], model_only: bool) -> Snapshot:
+        snapshot = Snapshot(step, self._last_step, "", {}, self._config_toml, self._layout, model_only)
+
+        def take() -> None:
+            nonlocal snapshot
+            text = exact_json(train_state) if self._ranks.rank == 0 else ""
+            tensors = self._exported_weights() if model_only else self._tensors()
+            staged = tensors if self._staging is None else self._staging.copy(tensors)
+            snapshot = replace(snapshot, train_state=text, tensors=staged)
+
+        self._ranks.on_each(f"save step {step} in {self._root}", take, lambda _: None)
+        return snapshot
+
+    def _write(self, snapshot: Snapshot, ranks: Ranks, started: float, stalled: float | None = None) -> None:
+        size = write_snapshot(self._root, snapshot, ranks, in_process=self._in_process)
+        in_background = "" if stalled is None else f", for {stalled:.2f} s of which training stood still"
+        logger.info(
+            f"Saved step {snapshot.step} in {time.monotonic() - started:.1f} s{in_background} ({readable(size)})"
+        )
+        if ranks.rank == 0 and self._settings.keep_latest_k:
+            self._removing = Background(partial(self._remove_surplus, snapshot.step), "remove-checkpoints")
+
+    def _land(self) -> None:
+        """Wait for the save in flight, if there is one."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            self._settle(in_flight.step, in_flight.writing.result)
+
+    def _settle(self, step: int, outcome: Callable[[], None]) -> None:
+        """Take note of how a save ended; all ranks got the same error."""
+        try:
+            outcome()
+        except RuntimeError as error:
+            if self._settings.on_failure == "stop":
+                raise
+            logger.error(f'{error}. Training goes on without this checkpoint (checkpoint.on_failure = "continue")')
+        else:
+            self._last_step = step
+
+    def _remove_surplus(self, newest: int) -> None:
+        try:
+            keep_latest(self._root, self._settings.keep_latest_k, newest)
+        except Exception as error:  # nothing of this is worth ending a run
+            logger.warning(f"could not look for older checkpoints in {self._root}: {error}")
 
     def _live_tensors(self) -> dict[str, torch.Tensor]:
-        # Collected at each call, never kept: a save has to hold what the optimizer and the modules hold by then.
         tensors: dict[str, torch.Tensor] = {}
-        self._ranks.on_each(
-            "collect the tensors",
-            lambda: tensors.update(training_tensors(self._model_parts, self._optimizer)),
-            lambda _: None,
-        )
+        self._ranks.on_each("collect the tensors", lambda: tensors.update(self._tensors()), lambda _: None)
         return tensors
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        # Collected at each call, never kept: a save has to hold what the optimizer and the modules hold by then.
+        return training_tensors(self._model_parts, self._optimizer)
 
     def _exported_weights(self) -> dict[str, torch.Tensor]:
         """The model's tensors, those of floating point as `export_dtype`; the live ones stay as they are."""
         dtype: torch.dtype = getattr(torch, self._settings.export_dtype)
         return {
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in self._live_tensors().items()
-            if name.startswith(MODEL_PREFIX)
+            for name, tensor in model_tensors(self._model_parts).items()
         }
-
-    def _prepare(self, step: int, train_state: Mapping[str, Any]) -> str:
-        text = _exact_json(train_state)
-        start_saving(self._root, step)
-        return text
-
-    def _complete(
-        self, step: int, train_state_text: str, model_only: bool, by_rank: Sequence[Mapping[str, FileRecord]]
-    ) -> int:
-        """Rank 0's part once all shards are written. Returns the checkpoint's bytes."""
-        folder = saving_folder(self._root, step)
-        train_state_file = folder / TRAIN_STATE_FILE
-        write_synced(train_state_file, train_state_text)
-        files = {
-            name: record for records in [*by_rank, record_files([train_state_file])] for name, record in records.items()
-        }
-        if unseen := find_damage(folder, files, "size"):
-            raise UserError(
-                f"rank 0 doesn't see in {folder} what other ranks wrote there ({unseen[0]}): job.dump_folder has to be "
-                "on a file system that all ranks share"
-            )
-        manifest = Manifest(
-            step=step,
-            previous=self._last_step,
-            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            titan=_titan_version(),
-            torch=torch.__version__,
-            world_size=self._ranks.size,
-            layout=self._layout,
-            config=self._config_toml,
-            model_only=model_only,
-            files=files,
-        )
-        write_manifest(folder, manifest)
-        publish(self._root, step)
-        keep_latest(self._root, self._settings.keep_latest_k, step)
-        return manifest.total_bytes
-
-
-def _exact_json(train_state: Mapping[str, Any]) -> str:
-    """The train state as JSON text.
-
-    Raises:
-        TypeError: reading the text would give something else, such as a list for a tuple or "1" for a key 1.
-    """
-    text = json.dumps(dict(train_state), indent=1)
-    # By their texts, since NaN isn't equal to itself, and 1 is equal to True.
-    if repr(json.loads(text)) != repr(dict(train_state)):
-        raise TypeError(f"the train state doesn't survive JSON: {dict(train_state)!r}")
-    return text
-
-
-def _titan_version() -> str:
-    try:
-        return metadata.version("titan")
-    except metadata.PackageNotFoundError:  # run from a checkout
-        return "not installed"

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from titan.checkpoint.storage import Place, file_sizes, write_whole
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 MANIFEST_FILE = "manifest.json"
 TRAIN_STATE_FILE = "train_state.json"
 
 _FORMAT = 1
+_OWN_CHECKSUM = "sha256"
 _CHUNK = 4 * 2**20
 
 
@@ -64,30 +66,38 @@ class Manifest:
         return sum(record.size for record in self.files.values())
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Place, manifest: Manifest) -> None:
     """Make the checkpoint in `folder` complete, in one moment: the manifest is there whole, or not at all."""
-    text = json.dumps({"format": _FORMAT, **dataclasses.asdict(manifest)}, indent=1)
-    draft = folder / f"{MANIFEST_FILE}.draft"
-    write_synced(draft, text)
-    draft.rename(folder / MANIFEST_FILE)
-    sync_folder(folder)
+    write_whole(folder / MANIFEST_FILE, _text({"format": _FORMAT, **dataclasses.asdict(manifest)}))
 
 
-def read_manifest(folder: Path, step: int) -> Manifest:
+def _text(content: Mapping[str, Any]) -> str:
+    """The one text of a manifest with this content; its own checksum is the last field."""
+    digest = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
+    return json.dumps({**content, _OWN_CHECKSUM: digest}, indent=1)
+
+
+def read_manifest(folder: Place, step: int) -> Manifest:
     """The manifest of the checkpoint of `step` in `folder`.
 
     Raises:
         ManifestError: there is none, it is broken, of a format that this version doesn't know, or of another step.
+        OSError: the storage can't be reached.
     """
     try:
-        content = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+        text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
+        content = json.loads(text)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise ManifestError(f"it has no {MANIFEST_FILE}: half a save, or not titan's") from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise ManifestError(f"its {MANIFEST_FILE} can't be read ({error})") from error
-    version = content.pop("format", None) if isinstance(content, dict) else None
+    version = content.get("format") if isinstance(content, dict) else None
     if version != _FORMAT:
         raise ManifestError(f"its {MANIFEST_FILE} has format {version}, this titan reads {_FORMAT}")
+    content.pop(_OWN_CHECKSUM, None)
+    if text != _text(content):  # so that no byte of it can change unseen, not even white space
+        raise ManifestError(f"its {MANIFEST_FILE} is incomplete or broken (it doesn't match its own checksum)")
+    del content["format"]
     try:
         manifest = _from_json(content)
     except (AttributeError, TypeError, ValueError) as error:
@@ -107,57 +117,46 @@ def _from_json(content: dict[str, Any]) -> Manifest:
     return dataclasses.replace(manifest, files=records)
 
 
-def record_files(paths: Sequence[Path]) -> dict[str, FileRecord]:
-    """Sizes and checksums of files as they are now, by name."""
-    return {path.name: FileRecord(path.stat().st_size, _sha256(path)) for path in paths}
+class Recorder:
+    """Finds the record of bytes that pass by, such as those of a file that is being written."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._digest = hashlib.sha256()
+
+    def add(self, data: Buffer) -> None:
+        self._digest.update(data)
+        self.size += memoryview(data).nbytes
+
+    def record(self) -> FileRecord:
+        return FileRecord(self.size, self._digest.hexdigest())
 
 
-def find_damage(folder: Path, files: Mapping[str, FileRecord], verify: Literal["size", "checksum"]) -> list[str]:
+def record_of(content: bytes) -> FileRecord:
+    recorder = Recorder()
+    recorder.add(content)
+    return recorder.record()
+
+
+def find_damage(folder: Place, files: Mapping[str, FileRecord], verify: Literal["size", "checksum"]) -> list[str]:
     """A text for each file that is missing or not as it was saved: its name, what was expected and what was found."""
-    damage = []
-    for name, record in files.items():
-        path = folder / name
-        if not path.is_file():
-            damage.append(f"{name}: {record.size} bytes expected, the file is missing")
-        elif (size := path.stat().st_size) != record.size:
-            damage.append(f"{name}: {record.size} bytes expected, {size} found")
-        elif verify == "checksum" and (found := _sha256(path)) != record.sha256:
-            damage.append(f"{name}: SHA-256 {record.sha256} expected, {found} found")
-    return damage
+    sizes = file_sizes(folder)
+    return [damage for name in files if (damage := _damage(folder / name, files[name], sizes.get(name), verify))]
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+def _damage(file: Place, expected: FileRecord, size: int | None, verify: Literal["size", "checksum"]) -> str | None:
+    if size is None:
+        return f"{file.name}: {expected.size} bytes expected, the file is missing"
+    if size != expected.size:
+        return f"{file.name}: {expected.size} bytes expected, {size} found"
+    if verify == "checksum" and (found := _read(file)) != expected:
+        return f"{file.name}: SHA-256 {expected.sha256} expected, {found.sha256} found"
+    return None
 
 
-def write_synced(path: Path, text: str) -> None:
-    """Write a text file that is on the disk, not only in its cache, when this returns."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames and new files within `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network and FUSE file systems can't sync a folder; they order such changes themselves.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def titan_version() -> str:
-    """The installed titan's."""
-    try:
-        return metadata.version("titan")
-    except metadata.PackageNotFoundError:  # run from a checkout
-        return "not installed"
+def _read(file: Place) -> FileRecord:
+    recorder = Recorder()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            recorder.add(chunk)
+    return recorder.record()

@@ -6,7 +6,6 @@ the format allows it.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from titan.checkpoint.folders import scan, step_folder
+from titan.checkpoint.folders import STEP_NAME, scan, step_folder
 from titan.checkpoint.huggingface_config import CONFIG_FILE, family_of, read_config
 from titan.checkpoint.huggingface_load import check_copy, match_names
 from titan.checkpoint.manifest import MANIFEST_FILE, ManifestError, find_damage, read_manifest
@@ -32,8 +31,6 @@ from titan.data.tokenizer import has_tokenizer
 from titan.models.spec import ModelSpec, model_families
 
 Format = Literal["dcp", "hf", "torch", "meta"]
-
-_STEP = re.compile(r"step-(\d+)")
 
 
 class Source(NamedTuple):
@@ -85,7 +82,7 @@ def _format(path: Path) -> Format:
         return "torch"
     if not path.is_dir():
         raise UserError(f"{path}: no such file or folder")
-    if (path / MANIFEST_FILE).is_file() or any(_STEP.fullmatch(entry.name) for entry in path.iterdir()):
+    if (path / MANIFEST_FILE).is_file() or any(STEP_NAME.fullmatch(entry.name) for entry in path.iterdir()):
         return "dcp"
     if (path / CONFIG_FILE).is_file():
         return "hf"
@@ -170,7 +167,7 @@ def _family(config: JobConfig) -> ModelSpec[Any]:
 def _open_dcp(path: Path, named: JobConfig | None) -> Source:
     folder = _step_folder(path)
     try:
-        step = _STEP.fullmatch(folder.resolve().name)
+        step = STEP_NAME.fullmatch(folder.resolve().name)
         if step is None:
             raise ManifestError("its name isn't step-N")
         manifest = read_manifest(folder, int(step[1]))
@@ -186,24 +183,25 @@ def _open_dcp(path: Path, named: JobConfig | None) -> Source:
 
 def _step_folder(path: Path) -> Path:
     """The checkpoint itself, or the newest complete one in a folder of them."""
-    if (path / MANIFEST_FILE).is_file() or _STEP.fullmatch(path.resolve().name):
+    if (path / MANIFEST_FILE).is_file() or STEP_NAME.fullmatch(path.resolve().name):
         return path
     found = scan(path)
     if not found.complete:
         reasons = "; ".join(f"step-{step}: {reason}" for step, reason in found.skipped.items())
         raise UserError(f"{path} has no complete checkpoint ({reasons})")
-    return step_folder(path, max(found.complete))
+    return path / step_folder(path, max(found.complete)).name
 
 
 def _weights_of_dcp(folder: Path) -> StoredWeights:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
+
+    from titan.checkpoint.dcp_storage import Reader
 
     prefix = "model."
     infos = {
         name.removeprefix(prefix): info for name, info in tensors_of_dcp(folder).items() if name.startswith(prefix)
     }
-    reader = FileSystemReader(folder)
+    reader = Reader(folder)
     index = reader.read_metadata()
     reader.read_metadata = lambda *_, **__: index  # type: ignore[method-assign]  # else parsed anew for each tensor
 

@@ -8,65 +8,102 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 
+from titan.checkpoint.manifest import FileRecord
 from titan.checkpoint.state import TensorInfo
+from titan.checkpoint.storage import Place
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from torch.distributed.checkpoint.metadata import Metadata
 
 INDEX_FILE = ".metadata"
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Write each tensor once, every rank its share, synced to the disk. Collective; `folder` has to be new.
+def write_tensors(
+    folder: Place, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, *, in_process: bool = False
+) -> dict[str, FileRecord]:
+    """Write each tensor once, every rank its share, synced to the disk. Collective; `folder` has no tensors yet.
+
+    Args:
+        group: the ranks that write; None for a process alone.
+        in_process: write in processes of their own, which live until the job ends. The tensors have to lie in shared
+            memory.
+
+    Returns:
+        The files of all ranks, the index among them, on every rank.
 
     Raises:
         RuntimeError: on all ranks, when any fails; it names ranks and causes.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
-    writer = FileSystemWriter(folder, overwrite=False)
+    from titan.checkpoint.dcp_storage import AlreadyStaged, Writer, files_of
+
+    writer = Writer(folder, on_host=all(tensor.device.type == "cpu" for tensor in tensors.values()))
     with _ordinary_errors("write the tensors"):
-        save(dict(tensors), storage_writer=writer, process_group=group)
+        if in_process:
+            done = async_save(
+                dict(tensors),
+                storage_writer=writer,
+                process_group=group,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=AlreadyStaged(),
+            )
+            index = cast("Future[Metadata]", done).result()
+        else:
+            index = save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+    return files_of(index)
 
 
-def read_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+def end_writing_process() -> None:
+    """End this rank's process that `write_tensors` started, if there is one, whatever it is doing.
+
+    A program that ends would wait for it otherwise, and it may wait for a peer that is dead.
+    """
+    from torch.distributed.checkpoint import _async_process_executor
+
+    # torch 2.13 has no public call for this.
+    if (process := _async_process_executor._CHECKPOINT_PROCESS) is not None:
+        process._save_process.kill()
+
+
+def read_tensors(folder: Place, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
     """Fill the tensors in place, whatever layout wrote them. Collective.
 
     Raises:
         RuntimeError: on all ranks, when any fails; it names ranks and causes.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    from titan.checkpoint.dcp_storage import Reader
+
     with _ordinary_errors("read the tensors"):
-        load(dict(tensors), storage_reader=FileSystemReader(folder), process_group=group)
+        load(dict(tensors), storage_reader=Reader(folder), process_group=group)
 
 
-def stored_tensors(folder: Path) -> dict[str, TensorInfo]:
+def stored_tensors(folder: Place) -> dict[str, TensorInfo]:
     """What a checkpoint holds, from its index alone.
 
     Raises:
         OSError: no index.
         TypeError: it holds something that isn't a tensor.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+    from titan.checkpoint.dcp_storage import Reader
+
     stored: dict[str, TensorInfo] = {}
-    for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+    for name, entry in Reader(folder).read_metadata().state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise TypeError(f"{folder / INDEX_FILE}: {name} is no tensor")
         stored[name] = TensorInfo(tuple(entry.size), entry.properties.dtype)
     return stored
-
-
-def files_written_by(rank: int, folder: Path) -> list[Path]:
-    """The files that `write_tensors` wrote on this rank; rank 0's include the index."""
-    index = [folder / INDEX_FILE] if rank == 0 else []
-    return index + sorted(folder.glob(f"__{rank}_*.distcp"))
 
 
 @contextmanager

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from titan.config.derived import model_sizes
+from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
 from titan.config.nearest import did_you_mean
-from titan.config.rules import Mistakes, Rule
+from titan.config.rules import MODEL_KEYS, Mistakes, Rule
+from titan.models.spec import model_families
+
+_PINNED = "async_with_pinned_mem"
 
 
 def _load_step(config: JobConfig, world_size: int) -> Mistakes:
@@ -19,10 +24,37 @@ def _load_step(config: JobConfig, world_size: int) -> Mistakes:
 
 
 def _initial_load(config: JobConfig, world_size: int) -> Mistakes:
+    from titan.checkpoint.storage import is_url
+
     path = config.checkpoint.initial_load_path
-    if path is not None and not Path(path).is_dir():
+    if path is not None and not is_url(path) and not Path(path).is_dir():
         beside = [str(entry) for entry in Path(path).parent.glob("*")]
         yield f'checkpoint.initial_load_path = "{path}": no such folder{did_you_mean(path, beside)}'
+
+
+def _huggingface(config: JobConfig, world_size: int) -> Mistakes:
+    settings = config.checkpoint
+    if settings.initial_load_in_hf and settings.initial_load_path is None and config.model.hf_assets_path is None:
+        yield (
+            "checkpoint.initial_load_in_hf = true: from where? Set checkpoint.initial_load_path or model.hf_assets_path "
+            "to a folder with config.json and .safetensors files"
+        )
+    if settings.initial_load_in_hf and not settings.initial_load_model_only:
+        yield (
+            "checkpoint.initial_load_model_only = false: a Hugging Face folder holds weights alone; set it to true, or "
+            "checkpoint.initial_load_in_hf to false"
+        )
+    if not (settings.initial_load_in_hf or settings.last_save_in_hf):
+        return
+    key = "initial_load_in_hf" if settings.initial_load_in_hf else "last_save_in_hf"
+    form = model_families()[config.model.name].huggingface
+    if form is None:
+        yield f"checkpoint.{key} = true: model.name {config.model.name} has no Hugging Face format; set it to false"
+        return
+    try:
+        form.config(model_sizes(config))
+    except UserError as error:
+        yield f"checkpoint.{key} = true: {error}"
 
 
 def _exclusions(config: JobConfig, world_size: int) -> Mistakes:
@@ -43,9 +75,47 @@ def _seed_checkpoint(config: JobConfig, world_size: int) -> Mistakes:
         yield f"checkpoint.create_seed_checkpoint = true: nothing is saved with {reason}; change one of them"
 
 
+def _folder(config: JobConfig, world_size: int) -> Mistakes:
+    from titan.checkpoint.storage import is_url, place
+
+    if is_url(config.checkpoint.folder):
+        try:
+            place(config.job.dump_folder, config.checkpoint.folder)
+        except UserError as error:
+            yield f"checkpoint.folder = {error}"
+
+
+def _async_mode(config: JobConfig, world_size: int) -> Mistakes:
+    if config.checkpoint.async_mode != _PINNED:
+        return
+    # Torch is imported for the few who ask for this: only it knows the device.
+    from titan.observability.device import find_device, pins_memory
+
+    if not pins_memory(find_device().type):
+        yield (
+            f'checkpoint.async_mode = "{_PINNED}": this machine has no accelerator whose copies pinned memory would '
+            'speed up; choose "async"'
+        )
+
+
 RULES = (
+    Rule(_folder, ("checkpoint.folder", "job.dump_folder")),
+    Rule(_async_mode, ("checkpoint.async_mode",)),
     Rule(_load_step, ("checkpoint.load_step", "checkpoint.enable")),
     Rule(_initial_load, ("checkpoint.initial_load_path",)),
+    Rule(
+        _huggingface,
+        (
+            "checkpoint.initial_load_path",
+            "checkpoint.initial_load_in_hf",
+            "checkpoint.initial_load_model_only",
+            "checkpoint.last_save_in_hf",
+            "model.hf_assets_path",
+            "model.norm_type",
+            "model.vocab_size",
+            *MODEL_KEYS,
+        ),
+    ),
     Rule(_exclusions, ("checkpoint.exclude_from_loading",)),
     Rule(_seed_checkpoint, ("checkpoint.create_seed_checkpoint", "checkpoint.enable", "checkpoint.load_only")),
 )
@@ -53,8 +123,8 @@ RULES = (
 
 def warnings(config: JobConfig) -> Iterator[str]:
     settings = config.checkpoint
-    if settings.export_dtype != "float32" and not settings.last_save_model_only:
+    if settings.export_dtype != "float32" and not (settings.last_save_model_only or settings.last_save_in_hf):
         yield (
-            f'checkpoint.export_dtype = "{settings.export_dtype}" changes nothing while '
-            "checkpoint.last_save_model_only = false: a whole checkpoint keeps every type as it is"
+            f'checkpoint.export_dtype = "{settings.export_dtype}" changes nothing without '
+            "checkpoint.last_save_model_only or last_save_in_hf: a whole checkpoint keeps every type as it is"
         )

@@ -53,6 +53,13 @@ def resolved_steps(config: JobConfig, global_batch: int) -> int:
     )
 
 
+def huggingface_folder(config: JobConfig) -> str:
+    """Where checkpoint.initial_load_in_hf takes weights from."""
+    folder = config.checkpoint.initial_load_path or config.model.hf_assets_path
+    assert folder is not None  # checks_checkpoint.py
+    return folder
+
+
 def tokenizer_path(config: JobConfig) -> str | None:
     """Where the tokenizer is: model.tokenizer_path, else in model.hf_assets_path; None for the embedded one."""
     from titan.data.tokenizer import has_tokenizer  # slow to import: not before it is needed

@@ -340,10 +340,17 @@ class Float8:
 @dataclass
 class Checkpoint:
     enable: bool = setting(False, "Save checkpoints and resume from the newest.")
-    folder: str = setting("checkpoint", "Folder for checkpoints, within job.dump_folder.")
+    folder: str = setting(
+        "checkpoint", "Folder for checkpoints, within job.dump_folder; or a URL, such as s3://bucket/run."
+    )
     interval_type: Literal["steps", "seconds"] = setting("steps", "What checkpoint.interval counts.")
     interval: int = setting(500, "Steps or seconds between saves; the last step is saved in any case.", minimum=1)
     load_step: int = setting(-1, "Step to resume from; -1: the newest complete one.", minimum=0, also=(-1,))
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = setting(
+        "disabled",
+        "Write beside training, from a copy in host memory: in a thread, or from pinned memory in another process.",
+    )
+    on_failure: Literal["stop", "continue"] = setting("stop", "What a run does when a save fails.")
     initial_load_path: str | None = setting(
         None,
         "Checkpoint to start from while the run has none of its own: a folder step-N, or one of such folders, whose "
@@ -351,6 +358,10 @@ class Checkpoint:
     )
     initial_load_model_only: bool = setting(
         True, "Of checkpoint.initial_load_path take the weights alone. Off: optimizer, step and data position too."
+    )
+    initial_load_in_hf: bool = setting(
+        False,
+        "What checkpoint.initial_load_path names, or else model.hf_assets_path, is a folder of Hugging Face weights.",
     )
     exclude_from_loading: list[Literal["optimizer", "train_state", "dataloader"]] = setting(  # noqa: RUF009
         [],
@@ -360,8 +371,11 @@ class Checkpoint:
     last_save_model_only: bool = setting(
         False, "Save the model alone after the last step; the run can't be extended then."
     )
+    last_save_in_hf: bool = setting(
+        False, "Write the final weights as a Hugging Face folder too, to hf/step-N in job.dump_folder."
+    )
     export_dtype: Literal["float32", "bfloat16", "float16"] = setting(
-        "float32", "Type of the weights that last_save_model_only saves."
+        "float32", "Type of the weights that last_save_model_only and last_save_in_hf save."
     )
     create_seed_checkpoint: bool = setting(
         False, "Save the initial weights as step 0 and end, for runs that start from the same ones."

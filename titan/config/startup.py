@@ -11,6 +11,7 @@ from pathlib import Path
 
 from titan.config import checks, checks_data
 from titan.config.command_line import wants_help
+from titan.config.derived import tokenizer_path
 from titan.config.errors import ConfigError, UserError
 from titan.config.job_config import Training
 from titan.config.loader import LoadedConfig, load_and_check, load_config
@@ -78,7 +79,7 @@ def data_config(argv: Sequence[str]) -> tuple[Training, str | None]:
         raise UserError('training.dataset = "tokens" was made of text: name the dataset that it was made of')
     if mistakes := checks.check(config, 1, set(), (checks.CUSTOM_IMPORT, *checks_data.RULES)):
         raise ConfigError(mistakes)
-    return config.training, config.model.tokenizer_path
+    return config.training, tokenizer_path(config)
 
 
 def _save(loaded: LoadedConfig) -> None:

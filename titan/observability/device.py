@@ -136,6 +136,18 @@ def pins_memory(device_type: str) -> bool:
     return device_type != "cpu"
 
 
+def pin_memory_of(tensor: torch.Tensor) -> None:
+    """Pin the CPU memory of a tensor where it is, shared memory too. It stays pinned for as long as the process lives.
+
+    Raises:
+        RuntimeError: the system allows no more of it.
+    """
+    from torch.cuda._pin_memory_utils import pin_memory
+
+    if tensor.nbytes:
+        pin_memory(tensor.data_ptr(), tensor.nbytes)
+
+
 def configure_allocator() -> None:
     """Set up the allocators of the accelerator and of the CPU for tensors that come and go alike in every step.
 

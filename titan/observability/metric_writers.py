@@ -34,8 +34,8 @@ class WindowMetrics:
         mfu: a share of 1; None when the device's peak is unknown.
         step_seconds: mean time of a step, with waiting for data, without pauses.
         data_seconds: mean time that a step waited for data.
-        checkpoint_seconds: sum of the window's pauses for checkpoints; one after a logged step is the next window's, so
-            that the one after the run's last step is in no line.
+        checkpoint_seconds: how long training stood still in the window for saves, those in the background too; one
+            after a logged step is the next window's, so that the one after the run's last step is in no line.
         memory_peak_bytes: the largest peak of any rank.
         fingerprint: of the last step's global batch; left out when metrics.fingerprint is off.
     """
