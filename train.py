@@ -12,18 +12,23 @@ from titan.config.startup import config_from_command_line, save_config
 
 if TYPE_CHECKING:
     from titan.config.loader import LoadedConfig
+    from titan.observability.device import Device
+    from titan.observability.signals import StopSignals
+    from titan.observability.watchdog import Watchdog
+    from titan.parallelisms.parallel_dims import ParallelDims
 
 
 def main() -> None:
     loaded = config_from_command_line()  # a mistake ends the program here, before any process group exists
 
     from titan.observability.failures import failures_shown
+    from titan.observability.signals import StopSignals
 
-    with failures_shown():
+    with failures_shown(), StopSignals(loaded.config.checkpoint.save_on_signal) as signals:
         if loaded.config.job.check_only:
             check(loaded)
         else:
-            train(loaded)
+            train(loaded, signals)
 
 
 def check(loaded: LoadedConfig) -> None:
@@ -44,8 +49,60 @@ def check(loaded: LoadedConfig) -> None:
         print(line)
 
 
-def train(loaded: LoadedConfig) -> None:
-    """Train as a checked config says. Collective over the job's ranks."""
+def train(loaded: LoadedConfig, signals: StopSignals | None = None) -> None:
+    """Train as a checked config says. Collective over the job's ranks.
+
+    Args:
+        signals: asks to save and end, when there is one.
+
+    Raises:
+        SystemExit: REQUEUE_STATUS, when a rank was asked to end, on all ranks.
+    """
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from titan.observability.device import configure_allocator, find_device
+    from titan.observability.exchange import job_exchange
+    from titan.observability.flight_recorder import record_collectives
+    from titan.observability.logging import init_logging, logger
+    from titan.observability.plan import describe_run
+    from titan.observability.signals import REQUEUE_STATUS
+    from titan.observability.watchdog import Watchdog
+    from titan.parallelisms.parallel_dims import ParallelDims
+    from titan.parallelisms.process_group import start_process_group
+    from titan.training.reproducibility import set_determinism
+
+    job = loaded.config
+
+    # 1. Where: this process's device, the job's process group, one mesh over all its ranks.
+    configure_allocator()
+    set_determinism(job.debug)
+    device = find_device()
+    traces = None if job.checkpoint.load_only else Path(job.job.dump_folder) / job.comm.save_traces_folder
+    record_collectives(job.comm.trace_buf_size, traces)
+    owns_group = start_process_group(device, job.comm.init_timeout_seconds)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    init_logging(rank, color=not job.metrics.disable_color_printing)
+    with Watchdog(rank, job_exchange() if owns_group else None, traces) as watchdog:
+        watchdog.expect("set-up", job.comm.init_timeout_seconds, "comm.init_timeout_seconds")
+        dims = ParallelDims.from_config(job.parallelism, world_size, device.type)
+        dims.build()
+        for warning in loaded.warnings if rank == 0 else []:
+            logger.warning(warning)
+        for line in describe_run(job, dims, device):
+            logger.info(line)
+        stopped = run(loaded, device, dims, signals, watchdog)
+    if owns_group:
+        dist.destroy_process_group()
+    if stopped:
+        raise SystemExit(REQUEUE_STATUS)
+
+
+def run(
+    loaded: LoadedConfig, device: Device, dims: ParallelDims, signals: StopSignals | None, watchdog: Watchdog
+) -> bool:
+    """Sections 2 to 5 of `train`. Returns whether the run was asked to end before its last step."""
     import gc
     import time
     from pathlib import Path
@@ -70,43 +127,29 @@ def train(loaded: LoadedConfig) -> None:
     from titan.data.tokenizer import build_tokenizer
     from titan.data.validation import read_rows
     from titan.models.spec import model_families
-    from titan.observability.device import configure_allocator, find_device, measure_peak_flops, pins_memory
-    from titan.observability.logging import init_logging, logger
+    from titan.observability.device import measure_peak_flops, pins_memory
+    from titan.observability.logging import logger
     from titan.observability.metrics import MetricsLogger, StepResult
-    from titan.observability.plan import describe_run, describe_text
+    from titan.observability.plan import describe_text
+    from titan.observability.signals import clear_requeue, mark_requeue
     from titan.parallelisms.compile import describe_compilation
-    from titan.parallelisms.parallel_dims import ParallelDims
-    from titan.parallelisms.process_group import set_timeout, start_process_group
+    from titan.parallelisms.process_group import set_timeout
     from titan.training.initialize import initialize_weights, materialize, set_weight_dtype
     from titan.training.lr_schedule import lr_factor
     from titan.training.optimizer import build_optimizer, set_lr
     from titan.training.optimizer_groups import plan_updates
-    from titan.training.reproducibility import seed_step, set_determinism
-    from titan.training.step import Stages, TrainStep, WholeModel, count_valid_tokens
+    from titan.training.reproducibility import seed_step
+    from titan.training.step import Stages, TrainStep, WholeModel, agree_on_step
     from titan.training.validate import evaluate
 
     started = time.perf_counter()
     job = loaded.config
-
-    # 1. Where: this process's device, the job's process group, one mesh over all its ranks.
-    configure_allocator()
-    set_determinism(job.debug)
-    device = find_device()
-    owns_group = start_process_group(device, job.comm.init_timeout_seconds)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    init_logging(rank, color=not job.metrics.disable_color_printing)
-    dims = ParallelDims.from_config(job.parallelism, world_size, device.type)
-    dims.build()
-    for warning in loaded.warnings if rank == 0 else []:
-        logger.warning(warning)
-    for line in describe_run(job, dims, device):
-        logger.info(line)
 
     # 2. On what: the data, in an order that no layout changes.
     tokenizer = build_tokenizer(tokenizer_path(job))
     logger.info(tokenizer.description)
     global_batch = global_batch_size(job, dims.batch_degree)
-    batch_group = dims.batch.get_group()
     tokens_per_step = global_batch * job.training.seq_len
     pins = job.training.dataloader.pin_memory and pins_memory(device.type)
     loader = DataLoader(
@@ -117,7 +160,7 @@ def train(loaded: LoadedConfig) -> None:
         global_batch=global_batch,
         batch_rank=dims.batch.get_local_rank(),
         batch_degree=dims.batch_degree,
-        group=batch_group,
+        group=dims.batch.get_group(),
         pin_for=device.torch_device if pins else None,
     )
 
@@ -125,7 +168,8 @@ def train(loaded: LoadedConfig) -> None:
     if job.validation.enable:
         windows = None if job.validation.steps == -1 else job.validation.steps * global_batch
         place = dims.batch.get_local_rank(), dims.batch_degree
-        validation = read_rows(validation_text(job), tokenizer, windows, *place)
+        with watchdog.pause("reading the validation set"):
+            validation = read_rows(validation_text(job), tokenizer, windows, *place)
 
     # 3. What: the model, made without memory, spread over the ranks, and only then given its share of it.
     family, sizes = model_families()[job.model.name], model_sizes(job)
@@ -157,10 +201,13 @@ def train(loaded: LoadedConfig) -> None:
         layout=dims.degrees(),
     )
     step, tokens_seen = 0, 0
-    if (state := checkpoint.load()) is None and job.checkpoint.initial_load_in_hf:
-        assert family.huggingface is not None  # config/checks_checkpoint.py
-        checkpoint.load_huggingface(huggingface_folder(job), sizes, family.huggingface)
-    elif state is None:
+    with watchdog.pause("loading a checkpoint"):
+        state = checkpoint.load()
+        if state is None and job.checkpoint.initial_load_in_hf:
+            assert family.huggingface is not None  # config/checks_checkpoint.py
+            checkpoint.load_huggingface(huggingface_folder(job), sizes, family.huggingface)
+            state = {}
+    if state is None:
         for part in stages.parts:
             initialize_weights(part, job.debug.seed)
     else:
@@ -168,6 +215,8 @@ def train(loaded: LoadedConfig) -> None:
         if "data" in state:
             loader.load_state_dict(state["data"])
     save_config(loaded)  # as config.toml in the dump folder
+    if rank == 0 and not job.checkpoint.load_only:
+        clear_requeue(dump_folder)
 
     # 5. The loop.
     steps = resolved_steps(job, global_batch)
@@ -196,22 +245,27 @@ def train(loaded: LoadedConfig) -> None:
     )
     train_step = TrainStep(stages, optimizer, job, dims, device.torch_device)
 
-    def save(*, last: bool) -> None:
-        state = {"step": step, "tokens_seen": tokens_seen, "data": loader.state_dict()}
-        with metrics.pause("checkpoint"):
-            checkpoint.save(step, state, last=last)
+    def save_if_due(*, last: bool) -> None:
+        with metrics.pause("checkpoint"), watchdog.pause(f"saving step {step}"):
+            if checkpoint.due(step, last=last):
+                state = {"step": step, "tokens_seen": tokens_seen, "data": loader.state_dict()}
+                checkpoint.save(step, state, finished=last and step > 0 and not stopped)
 
     gc.collect()
     gc.disable()  # a collection on one rank makes all others wait; they collect together, every gc_freq steps
-    first_step = step + 1
+    first_step, stopped = step + 1, False
     try:
         while step < steps:
+            limit = "init_timeout_seconds" if step < first_step else "train_timeout_seconds"
+            watchdog.expect(f"step {step + 1}", getattr(job.comm, limit), f"comm.{limit}")
             waiting = time.perf_counter()
             microbatches = loader.next_step()
             data_seconds = time.perf_counter() - waiting
-            valid_tokens = count_valid_tokens(microbatches, batch_group)
-            if microbatches is None or valid_tokens is None:
-                logger.info(f"the data ended after step {step}")
+            agreed = agree_on_step(microbatches, dims.ranks_per_row, stop=signals is not None and signals.received)
+            if microbatches is None or agreed.data_ended or agreed.stop:
+                loader.put_back()
+                stopped = agreed.stop
+                logger.info(f"{'asked to end' if stopped else 'the data ended'} after step {step}")
                 break
             step += 1
             if step == 1:
@@ -220,10 +274,10 @@ def train(loaded: LoadedConfig) -> None:
             lr = job.optimizer.lr * lr_factor(job.lr_scheduler, step, schedule_steps)
             set_lr(optimizer, lr)
             seed_step(job.debug.seed, step, dims.batch.get_local_rank())
-            outcome = train_step.run(step, microbatches, valid_tokens)
+            outcome = train_step.run(step, microbatches, agreed.valid_tokens)
 
             tokens_seen += tokens_per_step
-            fingerprint = batch_fingerprint(microbatches, batch_group) if job.metrics.fingerprint else None
+            fingerprint = batch_fingerprint(microbatches, dims.batch.get_group()) if job.metrics.fingerprint else None
             numbers = (outcome.loss, outcome.grad_norm, lr, tokens_per_step, data_seconds)
             metrics.step(StepResult(step, *numbers, fingerprint))
             if step == first_step:
@@ -233,28 +287,28 @@ def train(loaded: LoadedConfig) -> None:
             if step % job.training.gc_freq == 0:
                 gc.collect(1)
             if validation and (step % job.validation.freq == 0 or step == steps):
-                with metrics.pause("validation"):
+                with metrics.pause("validation"), watchdog.pause(f"validating after step {step}"):
                     score = evaluate(stages, job, dims, device.torch_device, validation.microbatches)
                 metrics.validation(step, score, validation.bytes_per_token)
-            if checkpoint.due(step, last=step == steps):
-                save(last=step == steps)
-        if checkpoint.due(step, last=True):  # the data ended early, or there is no step
-            save(last=step > 0)
-        with metrics.pause("checkpoint"):
+            save_if_due(last=step == steps)
+        if step >= first_step or job.checkpoint.create_seed_checkpoint:
+            save_if_due(last=True)  # also where the data ended early, or the run was asked to end
+        with metrics.pause("checkpoint"), watchdog.pause("the last save"):
             checkpoint.wait()
-            if job.checkpoint.last_save_in_hf and not job.checkpoint.load_only:
+            if job.checkpoint.last_save_in_hf and not (stopped or job.checkpoint.load_only):
                 assert family.huggingface is not None  # config/checks_checkpoint.py
                 set_timeout(job.comm.init_timeout_seconds)  # while one rank writes, others wait within a gather
                 folder = dump_folder / "hf" / f"step-{step}"
                 checkpoint.save_huggingface(folder, sizes, family.huggingface, tokenizer_path(job))
         metrics.flush()
+        if stopped and rank == 0 and not job.checkpoint.load_only:
+            mark_requeue(dump_folder, step)
     finally:
         gc.enable()
         loader.close()
         checkpoint.close()
         metrics.close()
-    if owns_group:
-        dist.destroy_process_group()
+    return stopped
 
 
 if __name__ == "__main__":

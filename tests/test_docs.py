@@ -244,6 +244,12 @@ def gpu_check(session: Session, variables: dict[str, str], words: list[str], ask
     assert len(words) == 1 and os.access(ROOT / words[0], os.X_OK)
 
 
+def sbatch(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:
+    """`sbatch --nodes=N SCRIPT …`: there is such a script, and the config that it trains loads for its processes."""
+    assert words[1].startswith("--nodes=") and (ROOT / words[2]).is_file()
+    session.load(words[3:], int(words[1].removeprefix("--nodes=")) * 8)
+
+
 def launch(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:
     """`torchrun … train.py …`: run when it is small; else its config is checked for as many ranks as it starts."""
     assert not variables
@@ -252,7 +258,15 @@ def launch(session: Session, variables: dict[str, str], words: list[str], asked:
     for word in words[1:script]:
         name, _, value = word.removeprefix("--").partition("=")
         options[name.replace("-", "_")] = value
-    assert options.keys() <= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "standalone"}
+    assert options.keys() <= {
+        "nproc_per_node",
+        "nnodes",
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "standalone",
+        "max_restarts",
+        "rdzv_conf",
+    }
     nodes, processes = int(options.get("nnodes", 1)), int(options["nproc_per_node"])
     if nodes > 1:
         assert options["rdzv_backend"] == "c10d" and options["rdzv_endpoint"]
@@ -315,6 +329,7 @@ RULES: dict[str, Rule] = {
     "make": make,
     "pip": install,
     "tensorboard": tensorboard,
+    "sbatch": sbatch,
     "scripts/gpu_check.sh": gpu_check,
 }
 

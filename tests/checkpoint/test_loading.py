@@ -20,7 +20,7 @@ def saved(folder: Path, **settings: Any) -> Run:
     """A run of three steps, saved."""
     run = Run(folder, **settings)
     run.train(0, 3)
-    run.manager.save(3, STATE, last=True)
+    run.manager.save(3, STATE, finished=True)
     return run
 
 
@@ -125,7 +125,7 @@ def test_ck_export_dtype_of_a_last_save_without_optimizer(tmp_path: Path, alone:
     run.model.head.to(torch.bfloat16)
     run.save(1)
     live = run.contents()
-    run.manager.save(2, {"step": 2}, last=True)
+    run.manager.save(2, {"step": 2}, finished=True)
     assert run.contents() == live
 
     other = Run(tmp_path / "new", seed=1, initial_load_path=str(tmp_path / "checkpoint"))
@@ -143,7 +143,7 @@ def test_ck_export_dtype_of_a_last_save_without_optimizer(tmp_path: Path, alone:
 def test_what_holds_the_model_alone_is_not_resumed_from(tmp_path: Path, alone: None) -> None:
     run = Run(tmp_path, last_save_model_only=True)
     run.save(1)
-    run.manager.save(2, {"step": 2}, last=True)
+    run.manager.save(2, {"step": 2}, finished=True)
     with pytest.raises(UserError, match=r"step-2 holds the model alone .*--checkpoint.load_step=1, or start"):
         Run(tmp_path).manager.load()
     assert Run(tmp_path, load_step=1).manager.load() == {"step": 1}

@@ -223,16 +223,32 @@ def test_prefetching_changes_nothing(worlds: Worlds) -> None:
     assert loaded[0] == loaded[1] == loaded[2]
 
 
+def position_after(steps: int, put_back: bool) -> Any:
+    loader = make_loader(texts_for(30), 2, 8)
+    for _ in range(steps):
+        loader.next_step()
+    if put_back:
+        loader.put_back()
+    state = loader.state_dict()
+    loader.close()
+    return state
+
+
+def test_a_step_that_is_put_back_counts_as_unread(worlds: Worlds) -> None:
+    """Such as one that was read when the run was asked to end."""
+    for steps in (1, 3):
+        assert worlds(2).run(position_after, steps, True) == worlds(2).run(position_after, steps - 1, False)
+
+
 def until_the_end(documents: int) -> tuple[list[int], int]:
     """Steps until all ranks agree that the data ended."""
-    from titan.training.step import count_valid_tokens
+    from titan.training.step import agree_on_step
 
     loader = make_loader(texts_for(documents), 1, 4, infinite=False)
     totals = []
-    while (total := count_valid_tokens(loader.next_step(), dist.group.WORLD)) is not None:
-        totals.append(total)
-    again = count_valid_tokens(loader.next_step(), dist.group.WORLD)
-    assert again is None
+    while not (agreed := agree_on_step(loader.next_step(), 1, stop=False)).data_ended:
+        totals.append(agreed.valid_tokens)
+    assert agree_on_step(loader.next_step(), 1, stop=False).data_ended
     return totals, sum(len(text) + 2 for text in texts_for(documents))
 
 

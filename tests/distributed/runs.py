@@ -21,7 +21,7 @@ from titan.parallelisms.parallel_dims import ParallelDims
 from titan.training.initialize import initialize_weights, materialize, set_weight_dtype
 from titan.training.optimizer import Optimizer, build_optimizer
 from titan.training.optimizer_groups import plan_updates
-from titan.training.step import Stages, StepOutcome, TrainStep, WholeModel, count_valid_tokens
+from titan.training.step import Stages, StepOutcome, TrainStep, WholeModel, agree_on_step
 
 TINY = [
     "--experimental.custom_import=tests.distributed.tiny_models",
@@ -102,9 +102,8 @@ class SmallRun:
         mine, size = slice(start, start + rows), self.config.training.local_batch_size
         parts = zip(tokens[mine].split(size), labels[mine].split(size), strict=True)
         batches = [Microbatch(*part) for part in parts]
-        valid = count_valid_tokens(batches, self.dims.batch.get_group())
-        assert valid is not None
-        return self.steps.run(number, batches, valid)
+        agreed = agree_on_step(batches, self.dims.ranks_per_row, stop=False)
+        return self.steps.run(number, batches, agreed.valid_tokens)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Every parameter of the model, unsharded, on every rank. Collective."""

@@ -13,7 +13,7 @@ from tests.distributed.test_matrix import SEQ_LEN, Layout, schedule
 from tests.distributed.world import Worlds
 from titan.data.loader import Microbatch
 from titan.models.layers.head import IGNORED
-from titan.training.step import count_valid_tokens
+from titan.training.step import agree_on_step
 from titan.training.validate import evaluate
 
 # Lengths of the documents in each window of 32 tokens.
@@ -62,9 +62,8 @@ def loss_and_norm(layout: Layout, *, together: bool) -> tuple[float, float]:
 
 
 def _step(run: SmallRun, batches: list[Microbatch]) -> tuple[float, float]:
-    valid = count_valid_tokens(batches, run.dims.batch.get_group())
-    assert valid is not None
-    outcome = run.steps.run(1, batches, valid)
+    agreed = agree_on_step(batches, run.dims.ranks_per_row, stop=False)
+    outcome = run.steps.run(1, batches, agreed.valid_tokens)
     return outcome.loss, outcome.grad_norm
 
 

@@ -150,7 +150,7 @@ class CheckpointManager:
             return step % settings.interval == 0
         return self._ranks.agree(time.monotonic() - self._last_time >= settings.interval)
 
-    def save(self, step: int, train_state: Mapping[str, Any], *, last: bool = False) -> None:
+    def save(self, step: int, train_state: Mapping[str, Any], *, finished: bool = False) -> None:
         """Save the weights and the optimizer as they are, and delete what `keep_latest_k` no longer keeps.
 
         With `async_mode`, everything is copied before this returns, and written afterwards; a save that is still in
@@ -159,7 +159,7 @@ class CheckpointManager:
         Args:
             train_state: anything else that a resume needs, as JSON: dicts with text keys, lists, texts, numbers,
                 booleans, None. Rank 0's is saved.
-            last: no step comes after it: the optimizer is left out if `last_save_model_only`.
+            finished: no step will come after it: the optimizer is left out if `last_save_model_only`.
 
         Raises:
             UserError: the ranks don't share the folder, or something foreign is in the way.
@@ -168,7 +168,7 @@ class CheckpointManager:
         """
         started = time.monotonic()
         self.wait()
-        snapshot = self._snapshot(step, train_state, last and self._settings.last_save_model_only)
+        snapshot = self._snapshot(step, train_state, finished and self._settings.last_save_model_only)
         if self._staging is None:
             self._settle(step, partial(self._write, snapshot, self._ranks, started))
         else:

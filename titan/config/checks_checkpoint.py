@@ -36,8 +36,8 @@ def _huggingface(config: JobConfig, world_size: int) -> Mistakes:
     settings = config.checkpoint
     if settings.initial_load_in_hf and settings.initial_load_path is None and config.model.hf_assets_path is None:
         yield (
-            "checkpoint.initial_load_in_hf = true: from where? Set checkpoint.initial_load_path or model.hf_assets_path "
-            "to a folder with config.json and .safetensors files"
+            "checkpoint.initial_load_in_hf = true: from where? Set checkpoint.initial_load_path or "
+            "model.hf_assets_path to a folder with config.json and .safetensors files"
         )
     if settings.initial_load_in_hf and not settings.initial_load_model_only:
         yield (

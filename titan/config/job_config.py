@@ -385,6 +385,9 @@ class Checkpoint:
     load_only: bool = setting(
         False, "Resume, but write nothing in job.dump_folder: no checkpoints, metrics, events or config, only the log."
     )
+    save_on_signal: bool = setting(
+        True, "On SIGTERM or SIGUSR1 to any rank: save after the step, and end with status 75. Off: end at once."
+    )
     verify: Literal["size", "checksum", "none"] = setting(
         "size", "What is checked of every file of a checkpoint before it is loaded."
     )
@@ -433,8 +436,18 @@ class Validation:
 
 @dataclass
 class Comm:
-    init_timeout_seconds: int = setting(300, "Time limit of a collective during set-up and the first step.", minimum=1)
-    train_timeout_seconds: int = setting(100, "Time limit of a collective after the first step.", minimum=1)
+    init_timeout_seconds: int = setting(
+        300, "Time limit of set-up and of the first step, and of a collective in them.", minimum=1
+    )
+    train_timeout_seconds: int = setting(
+        100, "Time limit of a step after the first, and of a collective in it; saving isn't counted.", minimum=1
+    )
+    trace_buf_size: int = setting(
+        20000, "Collectives that a rank remembers and writes down when it hangs; 0 remembers none.", minimum=0
+    )
+    save_traces_folder: str = setting(
+        "comm_traces", "Folder for what ranks that hung write down, within job.dump_folder."
+    )
 
 
 @dataclass

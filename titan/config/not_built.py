@@ -41,7 +41,6 @@ NOT_BUILT = {
     "model.attn_mask": _not_built("document masking isn't", "causal"),
     "parallelism.expert_parallel_degree": _not_built("expert parallelism isn't", 1),
     "parallelism.expert_tensor_parallel_degree": _not_built("expert parallelism isn't", 1),
-    "checkpoint.save_on_signal": _not_built("saving on a signal isn't", False),
     "metrics.enable_wandb": _not_built("Weights & Biases isn't", False),
     "profiling.enable_profiling": _not_built("profiling isn't", False),
     "profiling.save_traces_folder": _only_beside(),
@@ -50,9 +49,6 @@ NOT_BUILT = {
     "profiling.profiler_warmup": _only_beside(),
     "profiling.enable_memory_snapshot": _not_built("the memory snapshot isn't", False),
     "profiling.save_memory_snapshot_folder": _only_beside(),
-    # 20000 is what files commonly have; nobody means to ask for something by it.
-    "comm.trace_buf_size": _not_built("the trace of collectives isn't", 0, 20000),
-    "comm.save_traces_folder": _only_beside(),
 }
 
 # Choices of keys that are built: (key, value) -> the reason.

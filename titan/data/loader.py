@@ -149,6 +149,7 @@ class DataLoader:
         self._positions = {
             number: stream.state_dict() for part in self._parts for number, stream in part.streams.items()
         }
+        self._before_step = self._positions
 
     def _open_stream(self, number: int, count: int) -> WindowStream:
         settings = self._settings
@@ -175,11 +176,16 @@ class DataLoader:
                 self._workers = [Worker(part, f"data worker {i}") for i, part in enumerate(self._parts)]
             made = [iter(part) for part in self._workers or self._parts]
             self._prefetcher = Prefetcher(self._make_steps(made), self._settings.dataloader.prefetch_factor)
+        self._before_step = self._positions
         step = self._prefetcher.next()
         if step is None:
             return None
         self._positions = step.positions
         return step.microbatches
+
+    def put_back(self) -> None:
+        """Count the step that was handed out last as unread in `state_dict`: nobody trained on it, nor will now."""
+        self._positions = self._before_step
 
     def _make_steps(self, parts: list[Iterator[_Made]]) -> Iterator[_Step]:
         if self._pin_for is not None:  # torch pins for the thread's current device, in a new thread the first one

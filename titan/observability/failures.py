@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import os
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from titan.config.errors import UserError
 from titan.observability.logging import logger
@@ -23,20 +27,25 @@ def failures_shown() -> Iterator[None]:
     Raises:
         SystemExit: status 1 after a UserError, 130 after an interrupt.
     """
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    handler = get_error_handler()
-    handler.initialize()
+    faulthandler.enable()
     try:
         yield
     except UserError as error:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_WAIT_SECONDS)
-        handler.record_exception(error)
+        record_for_launcher(str(error))
         logger.error(str(error))
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except Exception as error:
-        handler.record_exception(error)
+    except Exception:
+        record_for_launcher(traceback.format_exc())
         raise
+
+
+def record_for_launcher(message: str) -> None:
+    """Leave a cause for torchrun's summary, in the form of its own error handler, without importing torch for it."""
+    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}  # the summary shows no other text
+    Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")

@@ -52,6 +52,11 @@ class ParallelDims:
         """Ranks that read different rows."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that read the same rows."""
+        return self.pp * self.cp * self.tp
+
     @cached_property
     def world(self) -> DeviceMesh:
         """The mesh of all dimensions. Collective: every rank must come here first, before any view."""

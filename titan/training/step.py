@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,20 +45,35 @@ class StepOutcome:
     updated: bool
 
 
-def count_valid_tokens(microbatches: Sequence[Microbatch] | None, group: dist.ProcessGroup) -> int | None:
-    """Valid labels of the global batch, or None when some rank's data has ended: then all ranks end together.
+class Agreement(NamedTuple):
+    """What all ranks know before a step, the same on each.
+
+    Attributes:
+        valid_tokens: valid labels of the global batch.
+        data_ended: some rank's data has ended, so that nobody can go on.
+        stop: some rank was asked to end.
+    """
+
+    valid_tokens: int
+    data_ended: bool
+    stop: bool
+
+
+def agree_on_step(microbatches: Sequence[Microbatch] | None, ranks_per_row: int, *, stop: bool) -> Agreement:
+    """Sum over all ranks of the job, in one message. Collective, of all of them.
 
     Summed as int64 on the CPU, so that the accelerator's queue needn't be drained to know the number.
 
     Args:
         microbatches: this rank's part of the step, whole rows; None at the end of its data.
-        group: the ranks that read different rows (ParallelDims.batch).
+        ranks_per_row: how many ranks hold the same rows (those that differ only in tp, cp or pp), and count them.
+        stop: whether this rank was asked to end.
     """
     valid = sum(int((batch.labels != IGNORED).sum()) for batch in microbatches or [])
-    sums = torch.tensor([valid, microbatches is None], dtype=torch.int64)
-    dist.all_reduce(sums, group=group)
-    total, ended = sums.tolist()
-    return None if ended else total
+    sums = torch.tensor([valid, microbatches is None, stop], dtype=torch.int64)
+    dist.all_reduce(sums)
+    counted, ended, stops = sums.tolist()
+    return Agreement(counted // ranks_per_row, ended > 0, stops > 0)
 
 
 class Stages(Protocol):
