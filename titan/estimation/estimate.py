@@ -1,0 +1,62 @@
+"""What an estimate of a layout consists of, whichever method made it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# What memory is for. Every byte that is alive at the peak is one of these.
+CATEGORIES = (
+    "parameters",  # this rank's shards
+    "gradients",  # of the shards
+    "optimizer",  # its state
+    "activations",  # kept for the backward pass
+    "unsharded_parameters",  # gathered, with the memory that gathers pass through
+    "communication",  # buffers of other collectives, of reduce-scatters above all
+    "loss",  # logits, or chunks of them, and their gradient
+    "temporaries",
+)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one kind of collective sends over one dimension of the mesh in a step, per rank.
+
+    Attributes:
+        collective: as torch.distributed calls it, such as all_gather or reduce_scatter; send for point to point.
+        dim: of the mesh, such as "fsdp", "dp_replicate", "tp", "cp", "pp".
+        calls: how many.
+        bytes: that the rank sends, by a ring algorithm's count.
+    """
+
+    collective: str
+    dim: str
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class RankEstimate:
+    """A step of one rank; of a pipeline's ranks those that differ have one each.
+
+    Attributes:
+        name: such as "every rank", or "pp 0 (stages 0, 4)".
+        ranks: how many ranks of the world are like it.
+        parameters: that this rank's stages hold, before sharding over data parallel ranks, after that over tp.
+        breakdown: bytes by category at the peak.
+        peak_active_bytes: the most that tensors take at one time.
+        peak_reserved_bytes: what the allocator has taken from the device by then.
+        peak_at: phase, layer and operator of the peak.
+        hardware_flops: of all products that are computed, those that are computed again included.
+        traffic: what is sent.
+    """
+
+    name: str
+    ranks: int
+    parameters: int
+    breakdown: Mapping[str, int]
+    peak_active_bytes: int
+    peak_reserved_bytes: int
+    peak_at: str
+    hardware_flops: float
+    traffic: Sequence[Traffic]
