@@ -278,8 +278,9 @@ def run(
 
             tokens_seen += tokens_per_step
             fingerprint = batch_fingerprint(microbatches, dims.batch.get_group()) if job.metrics.fingerprint else None
-            numbers = (outcome.loss, outcome.grad_norm, lr, tokens_per_step, data_seconds)
-            metrics.step(StepResult(step, *numbers, fingerprint))
+            metrics.step(
+                StepResult(step, outcome.loss, outcome.grad_norm, lr, tokens_per_step, data_seconds, fingerprint)
+            )
             if step == first_step:
                 set_timeout(job.comm.train_timeout_seconds)
                 compiling = f"; {describe_compilation()}" if job.compile.enable else ""

@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         from titan.observability.logging import init_logging, logger
 
         init_logging(rank=0, color=True)
-        tokenizer = build_tokenizer(tokenizer_path)
-        logger.info(tokenizer.description)
         try:
+            tokenizer = build_tokenizer(tokenizer_path)
+            logger.info(tokenizer.description)
             shards = prepare(
                 open_documents(training),
                 tokenizer,
@@ -47,12 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         except KeyboardInterrupt:
             logger.warning("interrupted; the same command goes on behind the last finished shard")
             raise SystemExit(130) from None
-    documents, tokens, left_out = (
-        sum(getattr(shard, name) for shard in shards) for name in ("documents", "tokens", "left_out")
-    )
+    counts = {name: sum(getattr(shard, name) for shard in shards) for name in ("documents", "tokens", "left_out")}
     logger.info(
-        f"{options.output} is finished: {documents:,} documents, {tokens:,} tokens ({shards[0].run['dtype']}) in "
-        f"{len(shards):,} shard(s); {left_out:,} rows left out"
+        f"{options.output} is finished: {counts['documents']:,} documents, {counts['tokens']:,} tokens "
+        f"({shards[0].run['dtype']}) in {len(shards):,} shard(s); {counts['left_out']:,} rows left out"
     )
 
 

@@ -79,6 +79,7 @@ def test_data_buffer_resume() -> None:
         windows(first, done)
         resumed = PackedStream(reader(ODD), letters, 16)
         resumed.load_state_dict(first.state_dict())
+        assert resumed.state_dict() == first.state_dict()  # before anything is read
         assert windows(resumed, 15 - done) == expected[done:]
         assert resumed.state_dict() == straight.state_dict()
 

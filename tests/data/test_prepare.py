@@ -131,6 +131,8 @@ def test_bad_rows_are_counted_and_named_or_refused(tmp_path: Path, caplog: pytes
         with pytest.raises(UserError, match=r"rows.jsonl:2: .*bad_rows"):
             prepared(source, tmp_path / f"strict {processes}", processes=processes, bad_rows="stop")
         assert not list((tmp_path / f"strict {processes}").iterdir())
+    with pytest.raises(UserError, match="can't be made a folder for token files: File exists"):
+        prepared(source, source)
     with pytest.raises(UserError, match="no usable document"):
         prepared(rows_file(tmp_path / "empty", [""]), tmp_path / "none")
 

@@ -116,3 +116,13 @@ def test_take_out_of_range() -> None:
 def test_arguments_out_of_range(n: int, key: int) -> None:
     with pytest.raises(ValueError, match="permutation"):
         Permutation(n, key)
+
+
+def test_windows_of_a_hundred_billion_come_once() -> None:
+    """Of 1e11 numbers: parts from all over the order, of which no two places have the same."""
+    n, size = 10**11, 100_000
+    order = Permutation(n, derive_key(0, "windows", 0))
+    starts = [0, 12_345_678_901, n // 2, 2**36 - size // 2, n - size]
+    values = np.concatenate([order.take(np.arange(start, start + size)) for start in starts])
+    assert values.min() >= 0 and values.max() < n
+    assert len(np.unique(values)) == len(starts) * size

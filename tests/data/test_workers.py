@@ -98,6 +98,40 @@ def test_an_error_of_a_worker_is_the_one_that_one_process_has(worlds: Worlds) ->
     assert worlds(1).run(error_of, 2) == [alone]
 
 
+def killed_while_training() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        allow_children(patch)
+        training = Training(seq_len=16, local_batch_size=8)
+        training.dataloader.num_workers = 2
+        loader = DataLoader(
+            Listed(texts_for(200)),
+            BYTES,
+            training,
+            seed=3,
+            global_batch=8,
+            batch_rank=0,
+            batch_degree=1,
+            group=dist.group.WORLD,
+        )
+        loader.next_step()
+        worker = mp.active_children()[-1].pid
+        assert worker is not None
+        os.kill(worker, signal.SIGKILL)
+        try:
+            for _ in range(10**5):
+                loader.next_step()
+        except UserError as error:
+            return str(error)
+        finally:
+            loader.close()
+        return ""
+
+
+def test_a_worker_that_is_killed_ends_the_loop(worlds: Worlds) -> None:
+    (message,) = worlds(1).run(killed_while_training)
+    assert "data worker" in message and "died (exit status -9)" in message
+
+
 def numbers(fail: BaseException | None = None, die: bool = False) -> Iterator[int]:
     logger.warning("about to count")
     yield from range(5)

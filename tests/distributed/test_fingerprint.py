@@ -70,7 +70,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("steps", [6, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [4, pytest.param(30, marks=pytest.mark.slow)])
 def test_every_layout_has_the_same_batches(worlds: Worlds, dataset: list[str], tmp_path: Path, steps: int) -> None:
     expected = fingerprints(worlds, 1, tmp_path / "alone", *dataset, steps=steps)
     assert len(set(expected)) == steps

@@ -85,8 +85,8 @@ def prepare(
         The headers of all shards.
 
     Raises:
-        UserError: the folder holds tokens of another dataset, tokenizer or size of shards; there are no documents; a
-            process died; or a row can't be read and the policy is to stop.
+        UserError: the folder can't be made, or holds tokens of another dataset, tokenizer or size of shards; there are
+            no documents; a process died; or a row can't be read and the policy is to stop.
     """
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     run = {
@@ -97,7 +97,10 @@ def prepare(
         "dtype": dtype,
         "shard_tokens": shard_tokens,
     }
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{output} can't be made a folder for token files: {error.strerror}") from error
     done = _finished_shards(output, run)
     blocks = _blocks(source, done[-1].position if done else None)
     encoded = _encode_all(_Encoder(source, tokenizer, DTYPES[dtype]), blocks, processes)

@@ -120,7 +120,7 @@ class TokenFiles:
         while start < stop:
             number, place = locate(start, self._ends)
             header, first = self._headers[number], start - place
-            ends = np.memmap(self._folder / shard_name(number), np.int64, "r", header.ends_offset, (header.documents,))
+            ends = np.memmap(self._folder / shard_name(number), "<i8", "r", header.ends_offset, (header.documents,))
             low, high = np.searchsorted(ends, [place, stop - first], side="right")
             found.append(np.asarray(ends[low:high]) + first)
             start = first + header.tokens

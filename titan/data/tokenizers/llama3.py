@@ -102,7 +102,8 @@ class Llama3Tokenizer(Tokenizer):
     def encode(self, text: str) -> TokenIds:
         require_encodable(text)
         pieces = [self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in split_long_runs(text)]
-        return np.concatenate(pieces).astype(np.int32)
+        ids = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return ids.view(np.int32)  # from uint32, without a copy
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         return self._encoding.decode(np.asarray(ids, dtype=np.int64).tolist(), errors="replace")
