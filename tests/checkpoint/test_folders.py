@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from titan.checkpoint import folders, storage
 from titan.checkpoint.folders import keep_latest, publish, recover, remove_unfinished, scan, start_saving, step_folder
 from titan.checkpoint.manifest import Manifest, record_of, write_manifest
+from titan.checkpoint.storage import ObjectPath, Place, make_folder, write_whole
 
 
 class Killed(BaseException):
@@ -23,20 +25,20 @@ def _manifest(step: int, previous: int | None, content: str) -> Manifest:
     return Manifest(step, previous, "now", "0", "0", 1, {}, "", files)
 
 
-def _write(root: Path, step: int, content: str = "") -> None:
+def _write(root: Place, step: int, content: str = "") -> None:
     """A complete checkpoint."""
-    step_folder(root, step).mkdir(parents=True)
-    (step_folder(root, step) / "train_state.json").write_text(content)
+    make_folder(step_folder(root, step))
+    write_whole(step_folder(root, step) / "train_state.json", content)
     write_manifest(step_folder(root, step), _manifest(step, None, content))
 
 
-def _save(root: Path, step: int, previous: int | None, content: str) -> None:
+def _save(root: Place, step: int, previous: int | None, content: str) -> None:
     start_saving(root, step, previous)
-    (step_folder(root, step) / "train_state.json").write_text(content)
+    write_whole(step_folder(root, step) / "train_state.json", content)
     publish(root, _manifest(step, previous, content))
 
 
-def _content(root: Path, step: int) -> str:
+def _content(root: Place, step: int) -> str:
     return (step_folder(root, step) / "train_state.json").read_text()
 
 
@@ -44,11 +46,12 @@ def _names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-_OPERATIONS = ("rename", "unlink", "rmdir", "touch", "mkdir", "open")
+_ON_FILES = (Path, ("rename", "unlink", "rmdir", "touch", "mkdir", "open"))
+_ON_OBJECTS = (MemoryFileSystem, ("pipe_file", "cat_file", "rm_file"))
 
 
-def _killed_at(operation: int, work: Callable[[], None]) -> bool:
-    """Whether a process dies that is killed before its operation of that number on files."""
+def _killed_at(operation: int, work: Callable[[], None], on: tuple[type, tuple[str, ...]] = _ON_FILES) -> bool:
+    """Whether a process dies that is killed before its operation of that number, reading included."""
     left = operation
 
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,8 +65,8 @@ def _killed_at(operation: int, work: Callable[[], None]) -> bool:
         return count
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in _OPERATIONS:
-            patch.setattr(Path, name, counted(getattr(Path, name)))
+        for name in on[1]:
+            patch.setattr(on[0], name, counted(getattr(on[0], name)))
         try:
             work()
         except Killed:
@@ -117,6 +120,31 @@ def test_a_kill_at_any_moment_of_retention(tmp_path: Path) -> None:
             assert operation >= 8
             return
     pytest.fail("keep_latest never came to its end")
+
+
+def test_a_kill_at_any_moment_in_an_object_store(tmp_path: Path) -> None:
+    """Of the same save, with older ones removed after it."""
+    old = {5: "old 5", 10: "old 10", 15: "old 15"}
+    for operation in range(200):
+        root = ObjectPath(f"memory://{tmp_path.name}/{operation}")
+        for step, content in old.items():
+            _write(root, step, content)
+
+        def work(root: ObjectPath = root) -> None:
+            _save(root, 10, 5, "new 10")
+            keep_latest(root, 1, 10)
+
+        killed = _killed_at(operation, work, _ON_OBJECTS)
+        _killed_at(operation // 2, lambda root=root: recover(root), _ON_OBJECTS)
+        recover(root)
+        found = {step: _content(root, step) for step in scan(root).complete}
+        new = {5: "old 5", 10: "new 10"}
+        assert found in (old, {5: "old 5", 15: "old 15"}, {5: "old 5"}, new, {10: "new 10"})
+        assert not any((step_folder(root, step) / ".unfinished").exists() for step in (5, 10, 15))
+        if not killed:
+            assert operation > 15 and found == {10: "new 10"}
+            return
+    pytest.fail("the save never came to its end")
 
 
 def test_half_a_save_is_deleted_and_a_whole_one_finished(tmp_path: Path) -> None:
