@@ -34,7 +34,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> TokenIds:
         require_encodable(text)
-        return np.array(self._processor.encode(text), dtype=np.int32)
+        return np.asarray(self._processor.encode_as_numpy(text), dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         """The text of the ids; BOS and EOS show as nothing."""
