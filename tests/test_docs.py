@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import multiprocessing as mp
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -36,6 +34,7 @@ import torch
 
 from scripts import benchmark, download_tokenizer, draw_schedule, verify_checkpoint
 from tests.distributed.test_matrix import ALONE, COMPOSED, PAIRS
+from tests.forked import run_forked
 from titan.config.errors import UserError
 from titan.config.fields import all_settings
 from titan.config.job_config import LRScheduler
@@ -122,20 +121,9 @@ class Session:
 
     def script(self, arguments: list[str], variables: dict[str, str] | None = None, status: int = 0) -> None:
         """`python ARGUMENTS`, in a fork of a process that has imported torch; FILE … or -c TEXT."""
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.tensorboard"]
-        )
-        log = self.folder / ".output"
-        process = context.Process(
-            target=run_script, args=(self.folder, arguments, self.variables() | (variables or {}), log)
-        )
-        process.start()
-        process.join(timeout=120)
-        process.kill()
-        process.join()
-        self.output = log.read_text()
-        assert process.exitcode == status, f"{shlex.join(arguments)} gave {process.exitcode}:\n{self.output[-3000:]}"
+        done = run_forked(arguments, self.folder, self.variables() | (variables or {}))
+        self.output = done.stdout + done.stderr
+        assert done.returncode == status, f"{shlex.join(arguments)} gave {done.returncode}:\n{self.output[-3000:]}"
 
     def check(self, arguments: list[str], world_size: int) -> None:
         """`train.py --job.check_only`, in this process: most of its time would go into importing torch."""
@@ -153,25 +141,6 @@ class Session:
             patch.chdir(self.folder)
             patch.syspath_prepend(self.folder)
             return load_and_check(arguments, world_size)
-
-
-def run_script(folder: Path, arguments: list[str], variables: dict[str, str], log: Path) -> None:
-    """What `python ARGUMENTS` does, in this process, with all that it prints in a file."""
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(output, stream.fileno())
-    os.environ.clear()
-    os.environ.update(variables)
-    os.chdir(folder)
-    torch.set_num_threads(1)
-    sys.path[:0] = [str(ROOT), str(folder)]
-    if arguments[0] == "-c":
-        sys.argv = ["-c"]
-        exec(compile(arguments[1], "block", "exec"), {"__name__": "__main__"})
-    else:
-        sys.argv = arguments
-        runpy.run_path(arguments[0], run_name="__main__")
 
 
 def python(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:

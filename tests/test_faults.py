@@ -204,6 +204,7 @@ def test_an_elastic_run_goes_on_without_a_lost_node(tmp_path: Path, straight: li
     same_numbers(metrics(tmp_path), straight, 1e-5)
 
 
+@pytest.mark.slow
 def test_la_multinode_a_wrong_endpoint(tmp_path: Path) -> None:
     """Nobody listens there: torchrun says so, in the time it is given, and trains nothing."""
     options = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]

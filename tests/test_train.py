@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.runs import TINY, train_here
 from tests.distributed.world import Worlds
+from tests.forked import run_forked
 from titan.config.loader import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -33,9 +34,10 @@ def clean_environment(**variables: str) -> dict[str, str]:
 
 
 def run(command: list[str], timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=ROOT, env=clean_environment(**variables), capture_output=True, text=True, timeout=timeout
-    )
+    environment = clean_environment(**variables)
+    if command[: len(TRAIN)] == TRAIN and "--help" not in command:
+        return run_forked(command[1:], ROOT, environment, timeout)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

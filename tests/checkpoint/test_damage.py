@@ -149,6 +149,7 @@ run.save(20)
 """
 
 
+@pytest.mark.slow  # test_kill.py covers these instants among others, in forks
 @pytest.mark.parametrize(
     ("module", "function", "survivor"),
     [("folders", "write_manifest", 10), ("folders", "remove_file", 20)],

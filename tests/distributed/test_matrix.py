@@ -185,7 +185,19 @@ def check(worlds: Worlds, layout: Layout, expected: dict[str, Any], table: Devia
     assert deviations["loss"] < 1e-5 and deviations["norm"] < 1e-5 and deviations["weights"] < 1e-6, deviations
 
 
-@pytest.mark.parametrize("layout", [*ALONE, *PAIRS, *COMPOSED], ids=str)
+# DTensor's dispatch makes these the dearest; what they compose, the others have too.
+DEAR = [
+    Layout(tp=2, cp=2, dp=2, accumulate=2),
+    Layout(replicate=2, dp=2, tp=2),
+    Layout(pp=2, tp=2, accumulate=2, extra=schedule("Interleaved1F1B")),
+]
+
+
+def marked(layout: Layout) -> Any:
+    return pytest.param(layout, marks=pytest.mark.slow) if layout in DEAR else layout
+
+
+@pytest.mark.parametrize("layout", [*map(marked, [*ALONE, *PAIRS, *COMPOSED])], ids=str)
 def test_a_layout_follows_one_process(
     worlds: Worlds, one_process: dict[str, dict[str, Any]], deviations: DeviationTable, layout: Layout
 ) -> None:

@@ -27,7 +27,7 @@ _NAMES = {
 class Traffic(TorchDispatchMode):
     """Number of collectives of each kind, and the bytes of the tensors handed to them.
 
-    Groups of one rank and numbers of up to 16 bytes (a step's loss, norm and token count) are left out.
+    Groups of one rank and up to three numbers (a step's loss and norm, what ranks agree on before it) are left out.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Traffic(TorchDispatchMode):
             source = args[1] if name in ("_allgather_base_", "_reduce_scatter_base_") else args[0]
             (tensor,) = source if isinstance(source, (list, tuple)) else (source,)
             size = tensor.numel() * tensor.element_size()
-            if size > 16 and _group_size(args, kwargs or {}) > 1:
+            if size > 24 and _group_size(args, kwargs or {}) > 1:
                 kind = _NAMES.get(name, name)
                 self.calls[kind] += 1
                 self.bytes[kind] += size
