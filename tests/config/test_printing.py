@@ -50,6 +50,8 @@ def some_value(setting: Setting, draw: random.Random) -> Any:
         return draw.choices(TEXTS, k=draw.randrange(3))
     if hint == list[list[str]]:
         return [draw.choices(TEXTS, k=draw.randrange(3)) for _ in range(draw.randrange(3))]
+    if hint == dict[str, float]:
+        return {draw.choice(TEXTS): draw.uniform(-1, 1) for _ in range(draw.randrange(3))}
     low = setting.minimum or 0
     if hint is int:
         return draw.choice([*setting.also, int(low), int(low) + draw.randrange(10**9)])

@@ -244,14 +244,14 @@ def test_several_mistakes_at_once(mistakes: Mistakes) -> None:
         expert_parallel_degree = 2
         tensor_parallel_degree = 3
     """
-    found = mistakes(toml, "--metrics.log_freq=0", "--training.nosuch", world_size=4)
+    found = mistakes(toml, "--metrics.log_freq=0", "--training.qqq", world_size=4)
     subjects = [
         "run.toml: stray",
         "run.toml: training.seqlen",
         "run.toml: training.steps",
         "run.toml: parallelism.expert_parallel_degree",
         "command line: --metrics.log_freq 0",
-        "command line: --training.nosuch",
+        "command line: --training.qqq",
         "parallelism.tensor_parallel_degree = 3",
         'model.flavor = "8b"',
         'training.dataset = "text"',

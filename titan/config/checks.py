@@ -15,6 +15,7 @@ from titan.config import (
     checks_checkpoint,
     checks_data,
     checks_float8,
+    checks_mixture,
     checks_optimizer,
     checks_parallelism,
     checks_pipeline,
@@ -135,6 +136,7 @@ RULES = (
     *checks_activation.RULES,
     *checks_optimizer.RULES,
     *checks_float8.RULES,
+    *checks_mixture.RULES,
     *checks_data.RULES,
     *checks_checkpoint.RULES,
 )
@@ -146,7 +148,8 @@ def warn(config: JobConfig, world_size: int, origins: Mapping[str, str]) -> list
     Args:
         origins: where each value came from, as LoadedConfig has it.
     """
-    steps = resolved_steps(config, global_batch_size(config, batch_degree(config, world_size)))
+    global_batch = global_batch_size(config, batch_degree(config, world_size))
+    steps = resolved_steps(config, global_batch)
     warnings = [
         *_schedule_warnings(config, steps),
         *_pipeline_warnings(config),
@@ -154,6 +157,7 @@ def warn(config: JobConfig, world_size: int, origins: Mapping[str, str]) -> list
         *checks_activation.warnings(config),
         *checks_checkpoint.warnings(config),
         *checks_data.warnings(config),
+        *checks_mixture.warnings(config, steps, global_batch * config.training.seq_len),
         *_vocabulary_warnings(config),
         *checks_optimizer.warnings(config, origins),
         *checks_float8.warnings(config),

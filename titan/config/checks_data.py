@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from titan.config.derived import tokenizer_path, validation_text
-from titan.config.errors import UserError
+from titan.config.derived import source_names, source_text, tokenizer_path, validation_text
+from titan.config.errors import UserError, of_source
 from titan.config.job_config import JobConfig, Training
 from titan.config.nearest import did_you_mean
 from titan.config.rules import SEQUENCES, Mistakes, Rule
@@ -19,21 +19,30 @@ _WORKERS, _PIN = "training.dataloader.num_workers", "training.dataloader.pin_mem
 
 
 def _texts(config: JobConfig) -> dict[str, Training]:
-    """What is read, by the section that names it."""
-    texts = {"training": config.training}
+    """What is read, by the section or the table that names it."""
+    training = config.training
+    texts = {
+        f'training.sources "{name}"': source_text(training, source)
+        for name, source in zip(source_names(training), training.sources, strict=True)
+    } or {"training": training}
     if config.validation.enable:
         texts["validation"] = validation_text(config)
     return texts
 
 
+def _told(section: str, error: UserError) -> str:
+    return of_source(section, error) if section.startswith("training.sources") else str(error)
+
+
 def _dataset(config: JobConfig, world_size: int) -> Mistakes:
     from titan.data.sources import check_dataset  # imports numpy, so not before it is needed
 
-    for name in dict.fromkeys(text.dataset for text in _texts(config).values()):
+    places = {text.dataset: section for section, text in reversed(_texts(config).items())}
+    for name, section in reversed(places.items()):
         try:
             check_dataset(name)
         except UserError as error:
-            yield str(error)
+            yield _told(section, error)
 
 
 def _dataset_path(config: JobConfig, world_size: int) -> Mistakes:
@@ -52,17 +61,21 @@ def _dataset_path(config: JobConfig, world_size: int) -> Mistakes:
 
 
 def _token_files(config: JobConfig, world_size: int) -> Mistakes:
-    texts = {text.dataset_path: text for text in _texts(config).values() if text.dataset == "tokens"}
+    texts = {
+        text.dataset_path: (section, text)
+        for section, text in reversed(_texts(config).items())
+        if text.dataset == "tokens"
+    }
     if not texts:
         return
     from titan.data.token_files import open_token_files
     from titan.data.tokenizer import build_tokenizer
 
-    for text in texts.values():
+    for section, text in reversed(texts.values()):
         try:
             open_token_files(text, build_tokenizer(tokenizer_path(config)))
         except UserError as error:
-            yield str(error)
+            yield _told(section, error)
 
 
 def _workers(config: JobConfig, world_size: int) -> Mistakes:
@@ -71,7 +84,7 @@ def _workers(config: JobConfig, world_size: int) -> Mistakes:
         yield f"{_WORKERS} = {workers}: this system can't fork processes; leave it at 0"
 
 
-_READ = (_DATASET, _PATH, "validation.enable", "validation.dataset", "validation.dataset_path")
+_READ = (_DATASET, _PATH, "training.sources", "validation.enable", "validation.dataset", "validation.dataset_path")
 _TOKENS_READ = ("experimental.custom_import", "model.tokenizer_path", "model.hf_assets_path", *SEQUENCES, *_READ)
 
 RULES = (

@@ -122,6 +122,8 @@ def type_name(hint: Any) -> str:
         return "|".join(map(str, get_args(hint)))
     if table_of(hint) is not None:
         return "TABLES"
+    if hint == dict[str, float]:
+        return "TABLE"
     if hint == list[list[str]]:
         return "LIST OF LISTS"
     return {bool: "BOOL", int: "INT", float: "FLOAT", str: "TEXT"}.get(hint, "LIST")
@@ -142,6 +144,10 @@ def _typed(value: object, hint: Any) -> Any:
         if not isinstance(value, list):
             raise Mismatch
         return [_typed(item, inner) for item in value]
+    if get_origin(hint) is dict:
+        if not isinstance(value, dict):
+            raise Mismatch
+        return {_typed(name, str): _typed(item, get_args(hint)[1]) for name, item in value.items()}
     if get_origin(hint) is Literal:
         if value not in get_args(hint) or not isinstance(value, str):
             raise Mismatch(value, hint)
@@ -181,6 +187,7 @@ def _type_in_words(hint: Any) -> str:
         float: "a finite number",
         str: "a text",
         list[str]: "a list of texts",
+        dict[str, float]: "a table of finite numbers",
     }
     return words.get(hint, "a list of lists of texts")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, Literal
 
-from titan.config.job_config import Float8, JobConfig, Training
+from titan.config.job_config import Float8, JobConfig, TextSource, Training
 from titan.models.spec import Stages, model_families
 from titan.parallelisms.parallel_dims import ParallelDims
 
@@ -99,6 +100,33 @@ def model_stages(config: JobConfig) -> Stages | None:
     return None if stages is None else stages(model_sizes(config))
 
 
+def source_names(training: Training) -> list[str]:
+    """What the sources of a mixture are called, in their order."""
+    return [
+        source.name or (Path(source.dataset_path).name if source.dataset_path else "") or source.dataset
+        for source in training.sources
+    ]
+
+
+def source_text(training: Training, source: TextSource) -> Training:
+    """The [training] section as if this source of a mixture were the run's only dataset."""
+    unset_is_ours = {
+        "dataset_split": source.dataset_split,
+        "text_field": source.text_field,
+        "text_unit": source.text_unit,
+    }
+    return dataclasses.replace(
+        training,
+        dataset=source.dataset,
+        dataset_path=source.dataset_path,
+        dataset_subset=source.dataset_subset,
+        infinite=source.when_exhausted == "loop",
+        sources=[],
+        source_stages=[],
+        **{key: value for key, value in unset_is_ours.items() if value is not None},  # type: ignore[arg-type]
+    )
+
+
 def validation_text(config: JobConfig) -> Training:
     """The [training] section as validation reads text: once, in order, from its own dataset where one is named."""
     own = config.validation
@@ -111,4 +139,5 @@ def validation_text(config: JobConfig) -> Training:
     changes = {key: value for key, value in changes.items() if value is not None}
     if own.dataset is not None:  # the training set's place means nothing to another dataset
         changes = {"dataset_path": None, "dataset_subset": None, **changes, "dataset": own.dataset}
+    changes |= {"sources": [], "source_stages": []}
     return dataclasses.replace(config.training, **changes, infinite=False, shuffle=False)  # type: ignore[arg-type]

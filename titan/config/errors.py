@@ -5,6 +5,12 @@ class UserError(Exception):
     """A mistake of the user's. The message names the thing, its value, what was expected and the nearest fix."""
 
 
+def of_source(section: str, error: UserError) -> str:
+    """What an error says that names keys of [training], when they are those of a table of [[training.sources]]."""
+    text = str(error).replace("training.dataset", "dataset").replace("training.text_", "text_")
+    return f"{section}: {text}"
+
+
 class ConfigError(UserError):
     """All mistakes of one config.
 

@@ -136,6 +136,42 @@ class DataLoader:
 
 
 @dataclass
+class TextSource:
+    """One of the tables [[training.sources]]."""
+
+    dataset: str = setting(MISSING, "As training.dataset.")
+    weight: float = setting(
+        MISSING,
+        "Its share of the windows, relative to the others'; 0: only stages that name it read it.",
+        minimum=0,
+    )
+    name: str | None = setting(
+        None, "What stages, log and checkpoints call it (unset: the last part of its path, else the dataset)."
+    )
+    dataset_path: str | None = setting(None, "As training.dataset_path.")
+    dataset_subset: str | None = setting(None, "As training.dataset_subset.")
+    dataset_split: str | None = setting(None, "As training.dataset_split (unset: that).")
+    text_field: str | None = setting(None, "As training.text_field (unset: that).")
+    text_unit: Literal["file", "line"] | None = setting(None, "As training.text_unit (unset: that).")
+    when_exhausted: Literal["loop", "end"] = setting(
+        "loop", "At its end: begin again, or leave its share to the other sources; with the last one the data ends."
+    )
+
+
+@dataclass
+class SourceStage:
+    """One of the tables [[training.source_stages]]: other weights, from some step of the run on."""
+
+    weights: dict[str, float] = setting(  # noqa: RUF009  (it makes a dataclass field)
+        MISSING, "Weights by the sources' names, such as {web = 0.5, code = 0.5}; a source that isn't named isn't read."
+    )
+    after_step: int | None = setting(None, "The last step of the stage before.", minimum=1)
+    after_tokens: int | None = setting(
+        None, "Tokens of all stages before, rounded up to whole steps; instead of after_step.", minimum=1
+    )
+
+
+@dataclass
 class Training:
     dataset: str = setting(
         "python_stdlib",
@@ -151,6 +187,12 @@ class Training:
     dataset_split: str = setting("train", "Split of a hub dataset.")
     text_field: str = setting("text", "Column or key that holds a document's text (json, parquet, hub).")
     text_unit: Literal["file", "line"] = setting("file", "What one document of dataset text is: a file or a line.")
+    sources: list[TextSource] = setting(  # noqa: RUF009  (it makes a dataclass field)
+        [], "Several datasets, mixed window by window in the proportions of their weights, instead of training.dataset."
+    )
+    source_stages: list[SourceStage] = setting(  # noqa: RUF009  (it makes a dataclass field)
+        [], "Stages of the run with other weights than those of the sources, in order."
+    )
     bad_rows: Literal["skip", "stop"] = setting(
         "skip", "A row that can't be read (no UTF-8, broken JSON, no text): name it and go on, or stop."
     )

@@ -75,6 +75,11 @@ def data_config(argv: Sequence[str]) -> tuple[Training, str | None]:
         SystemExit: status 0 after `--help` was printed.
     """
     config = load_config(argv).config
+    if config.training.sources:
+        raise UserError(
+            "the config has training.sources, and this script reads one dataset: add --training.sources=[] "
+            "--training.source_stages=[] and name it as training.dataset"
+        )
     if config.training.dataset == "tokens":
         raise UserError('training.dataset = "tokens" was made of text: name the dataset that it was made of')
     if mistakes := checks.check(config, 1, set(), (checks.CUSTOM_IMPORT, *checks_data.RULES)):

@@ -2,6 +2,7 @@
 
     documents ──keyed permutation per epoch──▶ N logical streams ──encode, pack──▶ windows ──▶ rows of the global batch
     token files ──keyed permutation of the windows' numbers per epoch──▶ one logical stream ──▶ rows of the global batch
+    mixtures: both ways for each source, which gives the rows that mixture.py says
 
 N is fixed at the run's first start and divides the global batch G: stream k gives rows k·G/N … (k+1)·G/N − 1 of every
 step. A rank computes the rows that are its own, reading the streams those rows come from; data parallel degree,
@@ -24,9 +25,12 @@ from titan.config.errors import UserError
 from titan.config.job_config import Training
 from titan.data.background import Prefetcher, Worker
 from titan.data.documents import Documents
+from titan.data.mixed_windows import MixedStream
+from titan.data.mixture import Mixture, Schedule
 from titan.data.packing import PackedStream, State, WindowStream
 from titan.data.readers import BadRowPolicy, open_reader
-from titan.data.sources import Source
+from titan.data.shuffle import derive_key
+from titan.data.sources import PlainSource, Source
 from titan.data.token_files import TokenFiles
 from titan.data.token_windows import TokenWindows
 from titan.data.tokenizer import Tokenizer, document_tokens
@@ -92,8 +96,13 @@ def number_of_streams(source: Source, global_batch: int, *, infinite: bool) -> i
     """The most streams that the data can feed evenly: a divisor of the global batch.
 
     Finite data is one stream: it ends at one point, and no window before it is left out. So are token files, of which
-    every rank reads the windows that it needs.
+    every rank reads the windows that it needs. In a mixture the source that can feed the fewest decides.
     """
+    if isinstance(source, Mixture):
+        text = [each for each in source.sources if not each.by_number]
+        return min(
+            (number_of_streams(each.source, global_batch, infinite=each.text.infinite) for each in text), default=1
+        )
     if isinstance(source, TokenFiles) or not infinite:
         return 1
     most = len(source) // _DOCUMENTS_PER_STREAM if isinstance(source, Documents) else source.num_shards
@@ -144,26 +153,41 @@ class DataLoader:
         self._parts = []
         for rows in self._split_rows(per_stream):
             numbers = range(rows.start // per_stream, (rows.stop - 1) // per_stream + 1)
-            streams = {number: self._open_stream(number, count) for number in numbers}
+            streams = dict(zip(numbers, self._open_some(numbers, count), strict=True))
             self._parts.append(_Part(rows, streams, per_stream))
         self._positions = {
             number: stream.state_dict() for part in self._parts for number, stream in part.streams.items()
         }
         self._before_step = self._positions
 
-    def _open_stream(self, number: int, count: int) -> WindowStream:
-        settings = self._settings
-        if isinstance(self._source, TokenFiles):
-            return TokenWindows(
-                self._source, settings.seq_len, shuffle=settings.shuffle, infinite=settings.infinite, seed=self._seed
-            )
-        reader = open_reader(self._source, settings, self._bad_rows, number, count, self._seed)
+    def _open_some(self, numbers: range, count: int) -> Iterator[WindowStream]:
+        """These of `count` streams, for one process."""
+        source, settings = self._source, self._settings
+        if not isinstance(source, Mixture):
+            yield from (self._open_stream(source, settings, number, count, self._seed) for number in numbers)
+            return
+        schedule = Schedule(source, self._global_batch, settings.seq_len)
+        for number in numbers:
+            streams = []
+            for name, text, of_text, _ in source.sources:
+                seed = derive_key(self._seed, "source", name)
+                streams.append(self._open_stream(of_text, text, number, count, seed, name))
+            yield MixedStream(schedule, streams, number * self._global_batch // count)
+
+    def _open_stream(
+        self, source: PlainSource, settings: Training, number: int, count: int, seed: int, name: str | None = None
+    ) -> WindowStream:
+        """Stream `number` of `count` of one source. Of a mixture it has a name."""
+        if isinstance(source, TokenFiles):
+            order = {"shuffle": settings.shuffle, "infinite": settings.infinite}
+            return TokenWindows(source, settings.seq_len, **order, seed=seed, name=name or source.name)
+        reader = open_reader(source, settings, self._bad_rows, number, count, seed, name)
         return PackedStream(reader, lambda text: document_tokens(self._tokenizer, text), settings.seq_len)
 
     def _split_rows(self, rows_per_stream: int) -> list[range]:
         """This rank's rows in as many runs as there are workers. Runs share no stream that has to read all its rows."""
         rows = self._rows
-        cuts = [row for row in rows[1:] if isinstance(self._source, TokenFiles) or row % rows_per_stream == 0]
+        cuts = [row for row in rows[1:] if self._by_number or row % rows_per_stream == 0]
         pieces = list(pairwise([rows.start, *cuts, rows.stop]))
         count = min(max(1, self._settings.dataloader.num_workers), len(pieces))
         ends = [pieces[(i + 1) * len(pieces) // count - 1][1] for i in range(count)]
@@ -243,15 +267,24 @@ class DataLoader:
                 stream.load_state_dict(state["streams"][number])
                 self._positions[number] = state["streams"][number]
 
+    @property
+    def _by_number(self) -> bool:
+        """Each row can be read by itself."""
+        return self._source.by_number if isinstance(self._source, Mixture) else isinstance(self._source, TokenFiles)
+
     def _identity(self) -> dict[str, Any]:
-        identity = {
-            "dataset": self._source.name,
-            "documents": self._source.fingerprint,
+        identity: dict[str, Any] = {
             "tokenizer": self._tokenizer.fingerprint,
             "shuffle": self._settings.shuffle,
             "seed": self._seed,
         }
-        if isinstance(self._source, TokenFiles):  # the position counts windows
+        if isinstance(self._source, Mixture):
+            identity |= self._source.identity()
+            sources = [each.source for each in self._source.sources]
+        else:
+            identity |= {"dataset": self._source.name, "documents": self._source.fingerprint}
+            sources = [self._source]
+        if any(isinstance(source, TokenFiles) for source in sources):  # the position counts windows
             identity["seq_len"] = self._settings.seq_len
         return identity
 

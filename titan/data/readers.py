@@ -74,7 +74,7 @@ class EpochReader(ABC):
             raise UserError(f"dataset {self._name!r} has no usable document for {which}: all are empty or unreadable")
         self._usable = False
         self._begin_epoch(self._epoch + 1)
-        logger.info(f"{which} begins epoch {self._epoch}")
+        logger.info(f"dataset {self._name}, {which}, begins epoch {self._epoch}")
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -97,10 +97,17 @@ class IndexedReader(EpochReader):
     """
 
     def __init__(
-        self, documents: Documents, settings: Training, bad_rows: BadRowPolicy, stream: int, streams: int, seed: int
+        self,
+        documents: Documents,
+        settings: Training,
+        bad_rows: BadRowPolicy,
+        stream: int,
+        streams: int,
+        seed: int,
+        name: str | None = None,
     ) -> None:
         self._documents = documents
-        super().__init__(documents.name, settings, bad_rows, stream, streams, seed)
+        super().__init__(name or documents.name, settings, bad_rows, stream, streams, seed)
 
     def _begin_epoch(self, epoch: int) -> None:
         super()._begin_epoch(epoch)
@@ -136,9 +143,10 @@ class StreamedReader(EpochReader):
         stream: int,
         streams: int,
         seed: int,
+        name: str | None = None,
     ) -> None:
         self._source = source
-        super().__init__(source.name, settings, bad_rows, stream, streams, seed)
+        super().__init__(name or source.name, settings, bad_rows, stream, streams, seed)
 
     def _begin_epoch(self, epoch: int) -> None:
         super()._begin_epoch(epoch)
@@ -165,8 +173,9 @@ def open_reader(
     stream: int,
     streams: int,
     seed: int,
+    name: str | None = None,
 ) -> Reader:
-    """The reader that fits the source."""
+    """The reader that fits the source, which its messages call `name`."""
     if isinstance(source, StreamedDocuments):
-        return StreamedReader(source, settings, bad_rows, stream, streams, seed)
-    return IndexedReader(source, settings, bad_rows, stream, streams, seed)
+        return StreamedReader(source, settings, bad_rows, stream, streams, seed, name)
+    return IndexedReader(source, settings, bad_rows, stream, streams, seed, name)

@@ -9,11 +9,13 @@ import difflib
 import os
 from collections.abc import Callable
 
-from titan.config.errors import UserError
+from titan.config.derived import source_names, source_text
+from titan.config.errors import UserError, of_source
 from titan.config.job_config import Training
 from titan.data.documents import Documents, StreamedDocuments
 from titan.data.hub import open_c4, open_hub
 from titan.data.json_files import open_json
+from titan.data.mixture import MixedSource, Mixture
 from titan.data.tables import is_saved, open_parquet, open_saved
 from titan.data.text_files import open_python_stdlib, open_text
 from titan.data.token_files import TokenFiles, open_token_files
@@ -21,7 +23,8 @@ from titan.data.token_windows import windows_of
 from titan.data.tokenizer import Tokenizer
 from titan.observability.logging import logger
 
-Source = Documents | StreamedDocuments | TokenFiles
+PlainSource = Documents | StreamedDocuments | TokenFiles
+Source = PlainSource | Mixture
 Factory = Callable[[Training], Documents | StreamedDocuments]
 
 
@@ -43,7 +46,27 @@ TOKENS = "tokens"  # the dataset that is no text
 
 
 def open_source(training: Training, tokenizer: Tokenizer) -> Source:
-    """What a run reads: token files, or documents as `open_documents` finds them. Raises UserError as either does."""
+    """What a run reads: token files, documents as `open_documents` finds them, or a mixture of such sources.
+
+    Raises:
+        UserError: as opening one of them does.
+    """
+    if not training.sources:
+        return _open_plain(training, tokenizer)
+    sources = []
+    for name, table in zip(source_names(training), training.sources, strict=True):
+        text = source_text(training, table)
+        try:
+            opened = _open_plain(text, tokenizer)
+        except UserError as error:
+            raise UserError(of_source(f'training.sources "{name}"', error)) from error
+        sources.append(MixedSource(name, text, opened, table.weight))
+    mixture = Mixture(sources, training.source_stages)
+    logger.info(f"a mixture of {len(sources)} sources: {mixture.describe(mixture.weights(0, 0))}")
+    return mixture
+
+
+def _open_plain(training: Training, tokenizer: Tokenizer) -> PlainSource:
     if training.dataset != TOKENS:
         return open_documents(training)
     files = open_token_files(training, tokenizer)

@@ -19,25 +19,32 @@ class TokenWindows:
     permutation drawn from (seed, epoch) says which window is at that place.
     """
 
-    def __init__(self, files: TokenFiles, seq_len: int, *, shuffle: bool, infinite: bool, seed: int) -> None:
+    def __init__(
+        self, files: TokenFiles, seq_len: int, *, shuffle: bool, infinite: bool, seed: int, name: str = "tokens"
+    ) -> None:
         self._files = files
         self._seq_len = seq_len
         self._windows = windows_of(files, seq_len)
         self._shuffle = shuffle
         self._infinite = infinite
         self._seed = seed
+        self._name = name
         self._next = 0
 
     def take(self, count: int, wanted: range) -> list[np.ndarray] | None:
         """See `WindowStream`. Those that aren't wanted aren't read."""
-        if not self._infinite and self._next + count > self._windows:
+        if not self.has(count):
             return None
         numbers = self._next + np.arange(wanted.start, wanted.stop, dtype=np.int64)
         before = max(0, self._next - 1) // self._windows
         self._next += count
         if (epoch := (self._next - 1) // self._windows) > before and wanted.start == 0:  # several read the files
-            logger.info(f"the token files begin epoch {epoch}")
+            logger.info(f"dataset {self._name} begins epoch {epoch}")
         return [self._files.read(int(window) * self._seq_len, self._seq_len + 1) for window in self._order(numbers)]
+
+    def has(self, count: int) -> bool:
+        """Whether so many windows are left."""
+        return self._infinite or self._next + count <= self._windows
 
     def _order(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Which windows, by their place in the files, have these numbers."""
