@@ -152,6 +152,7 @@ def run(
     global_batch = global_batch_size(job, dims.batch_degree)
     tokens_per_step = global_batch * job.training.seq_len
     pins = job.training.dataloader.pin_memory and pins_memory(device.type)
+    document_mask = job.model.attn_mask == "document"
     loader = DataLoader(
         open_source(job.training, tokenizer),
         tokenizer,
@@ -161,6 +162,7 @@ def run(
         batch_rank=dims.batch.get_local_rank(),
         batch_degree=dims.batch_degree,
         group=dims.batch.get_group(),
+        document_mask=document_mask,
         pin_for=device.torch_device if pins else None,
     )
 
@@ -169,7 +171,7 @@ def run(
         windows = None if job.validation.steps == -1 else job.validation.steps * global_batch
         place = dims.batch.get_local_rank(), dims.batch_degree
         with watchdog.pause("reading the validation set"):
-            validation = read_rows(validation_text(job), tokenizer, windows, *place)
+            validation = read_rows(validation_text(job), tokenizer, windows, *place, document_mask=document_mask)
 
     # 3. What: the model, made without memory, spread over the ranks, and only then given its share of it.
     family, sizes = model_families()[job.model.name], model_sizes(job)

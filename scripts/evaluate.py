@@ -22,9 +22,16 @@ from titan.config.loader import LoadedConfig
 from titan.config.startup import config_from_command_line, exit_on_mistake
 from titan.config.toml_text import toml_value
 
-# What the checkpoint's run says of the model and of reading text; how it was spread over ranks doesn't matter here.
+# What the checkpoint's run says of the model and of reading text; how it was spread over ranks and what computed it
+# doesn't matter here.
 _KEPT = ("model.", "training.", "loss.", "experimental.custom_import", "validation.")
-_LEFT = ("training.global_batch_size", "training.steps", "training.total_tokens", "training.enable_cpu_offload")
+_LEFT = (
+    "model.attn_backend",
+    "training.global_batch_size",
+    "training.steps",
+    "training.total_tokens",
+    "training.enable_cpu_offload",
+)
 
 
 def main() -> None:
@@ -120,7 +127,8 @@ def score(loaded: LoadedConfig, global_batch: int) -> None:
 
     windows = None if job.validation.steps == -1 else job.validation.steps * global_batch
     place = dims.batch.get_local_rank(), dims.batch_degree
-    rows = read_rows(validation_text(job), build_tokenizer(tokenizer_path(job)), windows, *place)
+    tokenizer, masks = build_tokenizer(tokenizer_path(job)), job.model.attn_mask == "document"
+    rows = read_rows(validation_text(job), tokenizer, windows, *place, document_mask=masks)
     loss = evaluate(stages, job, dims, device.torch_device, rows.microbatches)
     if rank == 0:
         for name, value in dataclasses.asdict(ValidationMetrics.of(loss, rows.bytes_per_token)).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +56,7 @@ def letters(text: str) -> np.ndarray:
 def windows(stream: PackedStream, most: int = 10**6) -> list[str]:
     found: list[str] = []
     while len(found) < most and (window := stream.next_window()) is not None:
-        found.append(bytes(window.astype(np.uint8)).decode())
+        found.append(bytes(window.tokens.astype(np.uint8)).decode())
     return found
 
 
@@ -91,9 +92,27 @@ def test_data_long_doc() -> None:
     assert len(found) == 10
 
 
+def test_data_doc_border_windows_know_the_parts_of_their_documents() -> None:
+    """Also of one that began windows before, and after a resume in its middle."""
+    for seq_len in (1, 3, 16):
+        stream = PackedStream(reader(ODD, infinite=False), letters, seq_len)
+        while True:
+            resumed = PackedStream(reader(ODD, infinite=False), letters, seq_len)
+            resumed.load_state_dict(stream.state_dict())
+            if (window := stream.next_window()) is None:
+                break
+            text = bytes(window.tokens.astype(np.uint8)).decode()
+            assert window.lengths == [len(list(same)) for _, same in itertools.groupby(text)]
+            again = resumed.next_window()
+            assert again is not None and again.lengths == window.lengths
+        assert sum(stream.rest().lengths) == len(stream.rest().tokens) <= seq_len
+
+
 def test_tok_double_bos_first_window_has_exactly_one() -> None:
     stream = PackedStream(reader(["hello", "you"]), lambda text: document_tokens(BYTES, text), 11)
-    assert stream.next_window().tolist() == [256, *b"hello", 257, 256, *b"you", 257]
+    window = stream.next_window()
+    assert window is not None
+    assert window.tokens.tolist() == [256, *b"hello", 257, 256, *b"you", 257]
 
 
 def test_epochs_are_shuffled_anew_and_hold_each_document_once() -> None:

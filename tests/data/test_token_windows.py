@@ -41,7 +41,7 @@ def windows(files: TokenFiles, seq_len: int = 16, **settings: Any) -> TokenWindo
 def take(stream: TokenWindows, count: int) -> list[list[int]]:
     taken = stream.take(count, range(count))
     assert taken is not None
-    return [window.tolist() for window in taken]
+    return [window.tokens.tolist() for window in taken]
 
 
 def test_in_order_they_are_those_that_text_is_packed_to(folder: Path) -> None:
@@ -56,7 +56,12 @@ def test_in_order_they_are_those_that_text_is_packed_to(folder: Path) -> None:
         assert count * seq_len + 1 <= len(files) < (count + 1) * seq_len + 1
         expected = packed.take(count, range(count))
         assert expected is not None
-        assert take(stream, count) == [window.tolist() for window in expected]
+        assert take(stream, count) == [window.tokens.tolist() for window in expected]
+        with_documents = windows(files, seq_len, shuffle=False, infinite=False, find_documents=True)
+        found = with_documents.take(count, range(count))
+        assert found is not None
+        assert [window.lengths for window in found] == [window.lengths for window in expected]
+        assert all(sum(window.lengths) == seq_len + 1 for window in expected)
         assert packed.take(1, range(1)) is None
         assert stream.take(1, range(1)) is None
 
@@ -81,7 +86,7 @@ def test_a_position_is_one_number_and_unwanted_windows_are_passed(folder: Path) 
         stream.load_state_dict(json.loads(json.dumps({"window": start})))
         part = stream.take(10, range(2, 7))
         assert part is not None
-        assert [window.tolist() for window in part] == straight[start + 2 : start + 7]
+        assert [window.tokens.tolist() for window in part] == straight[start + 2 : start + 7]
         assert stream.state_dict() == {"window": start + 10}
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import tests.distributed.tiny_models  # noqa: F401  (registers the family)
 from titan.config.derived import model_sizes
 from titan.config.loader import LoadedConfig, load_and_check
-from titan.data.loader import Microbatch
+from titan.data.microbatch import Microbatch
 from titan.models.spec import model_families
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.training.initialize import initialize_weights, materialize, set_weight_dtype

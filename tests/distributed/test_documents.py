@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import flex_attention
 
 from tests.distributed.runs import SmallRun
 from tests.distributed.test_matrix import SEQ_LEN, Layout, schedule
 from tests.distributed.world import Worlds
-from titan.data.loader import Microbatch
+from titan.config import checks
+from titan.data.microbatch import Microbatch
 from titan.models.layers.head import IGNORED
 from titan.training.step import agree_on_step
 from titan.training.validate import evaluate
@@ -145,3 +148,24 @@ def logits_of_the_second() -> tuple[torch.Tensor, torch.Tensor]:
 def test_data_doc_border_logits_are_bit_equal(worlds: Worlds) -> None:
     ((before, after),) = worlds(1).run(logits_of_the_second)
     assert torch.equal(before, after)
+
+
+def flex_loss_and_norm(layout: Layout) -> tuple[float, float]:
+    """With FlexAttention, whose backward works on CPUs too, though slowly, and isn't offered there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex_attention, "_validate_device", lambda *_: None)
+        patch.setattr(checks, "RULES", [rule for rule in checks.RULES if "model.attn_backend" not in rule.reads])
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        return loss_and_norm(layout, together=True)
+
+
+FLEX = (*COMPILED, "model.attn_backend=flex", "model.attn_mask=document")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=2, extra=(*FLEX, *OP)), Layout(tp=2, extra=FLEX), Layout(pp=2, extra=FLEX)], ids=str
+)
+def test_flex_attention_in_layouts(worlds: Worlds, expected: tuple[float, float], layout: Layout) -> None:
+    for found in worlds(layout.ranks).run(flex_loss_and_norm, layout):
+        assert found == pytest.approx(expected, rel=2e-6)

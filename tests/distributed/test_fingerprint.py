@@ -15,7 +15,7 @@ from tests.data.tiny_data import documents
 from tests.distributed.runs import TINY, train_here
 from tests.distributed.world import Worlds
 from titan.data.fingerprint import batch_fingerprint
-from titan.data.loader import Microbatch
+from titan.data.microbatch import Microbatch
 from titan.data.prepare import prepare
 from titan.data.readers import BadRowPolicy
 from titan.data.tokenizer import build_tokenizer

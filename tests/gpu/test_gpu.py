@@ -45,6 +45,16 @@ def test_compiled_blocks_follow_eager_ones_in_bfloat16(tmp_path: Path) -> None:
     assert [row["loss"] for row in compiled] == pytest.approx([row["loss"] for row in eager], rel=1e-3)
 
 
+@pytest.mark.parametrize("backend", ["flex", "varlen"])
+def test_kernels_keep_documents_apart_as_sdpa_does(tmp_path: Path, backend: str) -> None:
+    own = ["--model.flavor=sixteens", "--model.attn_mask=document", "--training.mixed_precision_param=bfloat16"]
+    own += ["--training.packing=best_fit", "--training.seq_len=128", "--compile.enable"]
+    sdpa = train(tmp_path / "sdpa", *own)
+    found = train(tmp_path / backend, *own, f"--model.attn_backend={backend}", "--activation_checkpoint.mode=selective")
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in found] == pytest.approx([row[key] for row in sdpa], rel=1e-2), key
+
+
 def test_memory_is_that_of_the_gpu(tmp_path: Path) -> None:
     rows = train(tmp_path)
     capacity = torch.accelerator.get_memory_info()[1]

@@ -15,13 +15,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from scripts import evaluate as evaluate_script
+from tests.data.tiny_data import documents
 from tests.distributed.runs import TINY, SmallRun, train_here
 from tests.distributed.test_matrix import WHOLE_LOGITS, Layout, schedule
 from tests.distributed.world import Worlds
 from titan.config.derived import validation_text
 from titan.config.errors import UserError
 from titan.config.loader import load_and_check
-from titan.data.loader import Microbatch
+from titan.data.microbatch import Microbatch
+from titan.data.prepare import prepare
+from titan.data.readers import BadRowPolicy
 from titan.data.tokenizer import build_tokenizer, document_tokens
 from titan.data.validation import read_rows
 from titan.models.layers.head import IGNORED
@@ -86,7 +89,8 @@ def whole_batch_loss(run: SmallRun, rows: list[Microbatch]) -> float:
 def evaluate_here(given: list[str], windows: int | None = None) -> float:
     run = SmallRun(*given)
     place = run.dims.batch.get_local_rank(), run.dims.batch_degree
-    rows = read_rows(validation_text(run.config), TOKENIZER, windows, *place)
+    mask = run.config.model.attn_mask == "document"
+    rows = read_rows(validation_text(run.config), TOKENIZER, windows, *place, document_mask=mask)
     return evaluate(run.stages, run.config, run.dims, torch.device("cpu"), rows.microbatches)
 
 
@@ -116,6 +120,39 @@ def test_loss_validation_is_that_of_torch_on_one_process(worlds: Worlds, text: P
     """Uneven ends included: 6 windows, the last one short, in batches of 2 on each batch rank."""
     own = arguments(text)[len(TINY) :]
     (expected,) = worlds(1).run(loss_by_torch, [*own, f"--model.flavor={layout.flavor}"])
+    for loss in worlds(layout.ranks).run(evaluate_here, [*layout.arguments, *own]):
+        assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def loss_of_parts_by_torch(given: list[str], text: str) -> float:
+    """Each document's part of each window in a forward pass of its own; padding has none."""
+    run = SmallRun(*given)
+    lengths = torch.tensor([len(document_tokens(TOKENIZER, file.read_text())) for file in sorted(Path(text).iterdir())])
+    numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
+    tokens = all_tokens(Path(text))
+    sums, count = 0.0, 0
+    for start in range(0, len(tokens) - 1, 32):
+        window, of = tokens[start : start + 33], numbers[start : start + 33]
+        for number in of.unique():
+            part = window[of == number].unsqueeze(0)
+            if part.shape[1] > 1:
+                with torch.no_grad():
+                    logits = run.model(part[:, :-1]).double()
+                sums += F.cross_entropy(logits[0], part[0, 1:], reduction="sum").item()
+                count += part.shape[1] - 1
+    return sums / count
+
+
+@pytest.mark.parametrize("layout", [Layout(), *LAYOUTS[:3:2], Layout(cp=2), Layout(pp=2)], ids=str)
+def test_data_doc_border_in_validation(worlds: Worlds, text: Path, tmp_path: Path, layout: Layout) -> None:
+    """From text and from token files."""
+    own = [*arguments(text)[len(TINY) :], "--model.attn_mask=document"]
+    (expected,) = worlds(1).run(loss_of_parts_by_torch, own, str(text))
+    for loss in worlds(layout.ranks).run(evaluate_here, [*layout.arguments, *own]):
+        assert loss == pytest.approx(expected, rel=1e-6)
+    tokens = tmp_path / "tokens"
+    prepare(documents("text", text), TOKENIZER, tokens, processes=1, shard_tokens=80, bad_rows=BadRowPolicy("stop"))
+    own += ["--validation.dataset=tokens", f"--validation.dataset_path={tokens}"]
     for loss in worlds(layout.ranks).run(evaluate_here, [*layout.arguments, *own]):
         assert loss == pytest.approx(expected, rel=1e-6)
 
@@ -177,8 +214,9 @@ def test_an_empty_set_is_named(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_scores_the_same_off_line(worlds: Worlds, text: Path, tmp_path: Path) -> None:
-    """On another number of ranks, and from options that leave out what the run's config says."""
+    """On another number of ranks, and from options that leave out what the run's config says, the mask included."""
     saved = [f"--job.dump_folder={tmp_path / 'run'}", "--checkpoint.enable", "--training.local_batch_size=4"]
+    saved.append("--model.attn_mask=document")
     _, rounds = train_rows(worlds, 1, arguments(text, *saved, "--training.steps=2", "--validation.steps=1"))
     for loss in worlds(2).run(score_here, ["evaluate.py", str(tmp_path / "run/checkpoint"), "--steps=1"]):
         assert loss == pytest.approx(rounds[-1]["validation_loss"], rel=1e-5)

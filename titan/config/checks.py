@@ -14,6 +14,7 @@ from titan.config import (
     checks_assets,
     checks_checkpoint,
     checks_data,
+    checks_documents,
     checks_float8,
     checks_mixture,
     checks_optimizer,
@@ -138,6 +139,7 @@ RULES = (
     *checks_float8.RULES,
     *checks_mixture.RULES,
     *checks_data.RULES,
+    *checks_documents.RULES,
     *checks_checkpoint.RULES,
 )
 
@@ -158,6 +160,7 @@ def warn(config: JobConfig, world_size: int, origins: Mapping[str, str]) -> list
         *checks_checkpoint.warnings(config),
         *checks_data.warnings(config),
         *checks_mixture.warnings(config, steps, global_batch * config.training.seq_len),
+        *checks_documents.warnings(config),
         *_vocabulary_warnings(config),
         *checks_optimizer.warnings(config, origins),
         *checks_float8.warnings(config),

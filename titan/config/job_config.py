@@ -65,6 +65,16 @@ class Model:
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm"] | None = setting(
         None, "Normalisation (unset: the flavor's, rmsnorm for Llama); np_layernorm is a layer norm without parameters."
     )
+    attn_mask: Literal["causal", "document"] = setting(
+        "causal",
+        "What a token sees: all before it in its window, or (document) only its own document, in which positions begin "
+        "anew.",
+    )
+    attn_backend: Literal["sdpa", "flex", "varlen"] = setting(
+        "sdpa",
+        "What computes attention: torch's scaled_dot_product_attention; on GPUs also FlexAttention, or FlashAttention "
+        "with a document as a sequence, which skip what attn_mask = document hides.",
+    )
     print_model: bool = setting(False, "Print the model's modules at the start.")
 
 
@@ -205,6 +215,11 @@ class Training:
         also=(-1,),
     )
     seq_len: int = setting(2048, "Tokens per window.", minimum=1)
+    packing: Literal["concatenate", "best_fit"] = setting(
+        "concatenate",
+        "How documents fill windows: as one row of tokens, cut every seq_len, or (best_fit) whole where they fit into "
+        "one, the rest of each window padded.",
+    )
     steps: int = setting(10000, "Optimizer steps of the run.", minimum=1)
     total_tokens: int | None = setting(
         None, "Length of the run in tokens, instead of steps; rounded up to whole steps.", minimum=1

@@ -37,8 +37,6 @@ def _only_beside() -> Missing:
 
 
 NOT_BUILT = {
-    "model.attn_backend": _not_built("other attention than sdpa isn't", "sdpa"),
-    "model.attn_mask": _not_built("document masking isn't", "causal"),
     "parallelism.expert_parallel_degree": _not_built("expert parallelism isn't", 1),
     "parallelism.expert_tensor_parallel_degree": _not_built("expert parallelism isn't", 1),
     "metrics.enable_wandb": _not_built("Weights & Biases isn't", False),

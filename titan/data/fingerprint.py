@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from titan.data.loader import Microbatch
+from titan.data.microbatch import Microbatch
 
 
 def batch_fingerprint(microbatches: Sequence[Microbatch], group: dist.ProcessGroup) -> str:

@@ -7,27 +7,29 @@
 N is fixed at the run's first start and divides the global batch G: stream k gives rows k·G/N … (k+1)·G/N − 1 of every
 step. A rank computes the rows that are its own, reading the streams those rows come from; data parallel degree,
 accumulation and worker processes decide who computes a row, never which text it is. The saved position is one
-(document, token) pair for each stream, of token files one window number, so a run goes on exactly on any number of
-ranks that divides G.
+(document, token) pair for each stream, (document, window) with best-fit packing, of token files one window number, so a
+run goes on exactly on any number of ranks that divides G.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from titan.config.errors import UserError
 from titan.config.job_config import Training
 from titan.data.background import Prefetcher, Worker
+from titan.data.best_fit import BestFitStream
 from titan.data.documents import Documents
+from titan.data.microbatch import Microbatch, lay_out
 from titan.data.mixed_windows import MixedStream
 from titan.data.mixture import Mixture, Schedule
-from titan.data.packing import PackedStream, State, WindowStream
+from titan.data.packing import PackedStream, State, Window, WindowStream
 from titan.data.readers import BadRowPolicy, open_reader
 from titan.data.shuffle import derive_key
 from titan.data.sources import PlainSource, Source
@@ -38,29 +40,15 @@ from titan.data.tokenizer import Tokenizer, document_tokens
 _DOCUMENTS_PER_STREAM = 8  # with fewer, the streams' ends of an epoch drift too far apart
 
 
-class Microbatch(NamedTuple):
-    """Rows that one forward pass takes: `labels[b, s]` is the token after `tokens[b, s]`. All `[B, S]`, int64.
-
-    Attributes:
-        positions: of the tokens; None where they are 0 … S − 1.
-        documents: the number of each token's document; None when a token sees all that came before it.
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    positions: torch.Tensor | None = None
-    documents: torch.Tensor | None = None
-
-
 class _Step(NamedTuple):
     microbatches: list[Microbatch]
     positions: dict[int, State]  # of this rank's streams, after the step
 
 
 class _Made(NamedTuple):
-    """What a part has made of a step: rows, int32 `[R, S + 1]`, and the positions after it of their streams."""
+    """What a part has made of a step: windows of its rows, and the positions after it of their streams."""
 
-    windows: np.ndarray
+    windows: list[Window]
     positions: dict[int, State]
 
 
@@ -80,7 +68,7 @@ class _Part:
 
     def __iter__(self) -> Iterator[_Made]:
         while True:
-            windows: list[np.ndarray] = []
+            windows: list[Window] = []
             for number, stream in self.streams.items():
                 first, count = number * self._rows_per_stream, self._rows_per_stream
                 wanted = range(max(self.rows.start - first, 0), min(self.rows.stop - first, count))
@@ -89,7 +77,7 @@ class _Part:
                     return
                 windows += taken
             positions = {number: stream.state_dict() for number, stream in self.streams.items()}
-            yield _Made(np.stack(windows), positions)
+            yield _Made(windows, positions)
 
 
 def number_of_streams(source: Source, global_batch: int, *, infinite: bool) -> int:
@@ -123,6 +111,7 @@ class DataLoader:
         batch_rank: int,
         batch_degree: int,
         group: dist.ProcessGroup,
+        document_mask: bool = False,
         pin_for: torch.device | None = None,
     ) -> None:
         """
@@ -130,6 +119,7 @@ class DataLoader:
             global_batch: rows of a step over all ranks; a multiple of local_batch_size · batch_degree.
             batch_rank, batch_degree: this rank's place among those that read different rows (ParallelDims.batch).
             group: those ranks.
+            document_mask: keep documents apart (see `lay_out`).
             pin_for: the device for copies to which the batches are pinned; None to leave them as they are.
         """
         self._source = source
@@ -138,6 +128,7 @@ class DataLoader:
         self._seed = seed
         self._global_batch = global_batch
         self._group = group
+        self._document_mask = document_mask
         self._pin_for = pin_for
         rows = global_batch // batch_degree
         self._rows = range(batch_rank * rows, (batch_rank + 1) * rows)
@@ -179,10 +170,21 @@ class DataLoader:
     ) -> WindowStream:
         """Stream `number` of `count` of one source. Of a mixture it has a name."""
         if isinstance(source, TokenFiles):
-            order = {"shuffle": settings.shuffle, "infinite": settings.infinite}
-            return TokenWindows(source, settings.seq_len, **order, seed=seed, name=name or source.name)
+            return TokenWindows(
+                source,
+                settings.seq_len,
+                shuffle=settings.shuffle,
+                infinite=settings.infinite,
+                seed=seed,
+                name=name or source.name,
+                find_documents=self._document_mask,
+            )
         reader = open_reader(source, settings, self._bad_rows, number, count, seed, name)
-        return PackedStream(reader, lambda text: document_tokens(self._tokenizer, text), settings.seq_len)
+        encode = partial(document_tokens, self._tokenizer)
+        if settings.packing == "best_fit":
+            key = derive_key(seed, "windows of a block") if settings.shuffle else None
+            return BestFitStream(reader, encode, settings.seq_len, key)
+        return PackedStream(reader, encode, settings.seq_len)
 
     def _split_rows(self, rows_per_stream: int) -> list[range]:
         """This rank's rows in as many runs as there are workers. Runs share no stream that has to read all its rows."""
@@ -220,16 +222,12 @@ class DataLoader:
                 if (rows_of_part := next(part, None)) is None:
                     return
                 made.append(rows_of_part)
-            windows = torch.from_numpy(np.concatenate([part.windows for part in made]).astype(np.int64))
-            batches = [
-                Microbatch(self._laid_out(rows[:, :-1]), self._laid_out(rows[:, 1:]))
-                for rows in windows.split(self._settings.local_batch_size)
-            ]
+            windows = [window for part in made for window in part.windows]
+            rows = lay_out(windows, self._settings.seq_len, document_mask=self._document_mask)
+            batches = rows.split(self._settings.local_batch_size)
+            if self._pin_for is not None:
+                batches = [batch.pinned() for batch in batches]
             yield _Step(batches, {number: state for part in made for number, state in part.positions.items()})
-
-    def _laid_out(self, rows: torch.Tensor) -> torch.Tensor:
-        rows = rows.contiguous()
-        return rows if self._pin_for is None else rows.pin_memory()
 
     def state_dict(self) -> State:
         """The position after the last step that was handed out, of all streams. Collective over the batch ranks."""
@@ -284,7 +282,10 @@ class DataLoader:
         else:
             identity |= {"dataset": self._source.name, "documents": self._source.fingerprint}
             sources = [self._source]
-        if any(isinstance(source, TokenFiles) for source in sources):  # the position counts windows
+        packed = self._settings.packing == "best_fit"
+        if packed:
+            identity["packing"] = "best_fit"
+        if packed or any(isinstance(source, TokenFiles) for source in sources):  # the position counts windows
             identity["seq_len"] = self._settings.seq_len
         return identity
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from titan.data.mixture import Schedule
-from titan.data.packing import State, WindowStream
+from titan.data.packing import State, Window, WindowStream
 from titan.data.token_windows import TokenWindows
 
 
@@ -37,7 +35,7 @@ class MixedStream:
         self._first = first
         self._step = 0
 
-    def take(self, count: int, wanted: range) -> list[np.ndarray] | None:
+    def take(self, count: int, wanted: range) -> list[Window] | None:
         """See `WindowStream`. `count` is this stream's rows of a step."""
         self._step += 1
         tells = self._first == 0 and wanted.start == 0  # other streams, and processes, find the same
@@ -74,7 +72,7 @@ class ReadAhead:
 
     def __init__(self, stream: WindowStream) -> None:
         self._stream = stream
-        self._read: list[np.ndarray] = []
+        self._read: list[Window] = []
 
     def has(self, count: int) -> bool:
         """Whether so many windows are left. They are read, and have to be taken before the position is."""
@@ -84,7 +82,7 @@ class ReadAhead:
             self._read += window
         return True
 
-    def take(self, count: int, wanted: range) -> list[np.ndarray] | None:
+    def take(self, count: int, wanted: range) -> list[Window] | None:
         """See `WindowStream`."""
         if not self.has(count):
             return None

@@ -15,11 +15,24 @@ import numpy as np
 State = dict[str, Any]
 
 
-class WindowStream(Protocol):
-    """Windows in one order, `seq_len + 1` tokens each, and the position of the next one."""
+class Window(NamedTuple):
+    """Tokens that follow each other in a row.
 
-    def take(self, count: int, wanted: range) -> list[np.ndarray] | None:
-        """Pass the next `count` windows; those with a place among them (from 0) in `wanted`, int32, are returned.
+    Attributes:
+        tokens: int32 `[n]`, n up to `seq_len + 1`.
+        lengths: how many of them each document has, in their order; n in sum. A document that began before the window,
+            or goes on behind it, has its part here.
+    """
+
+    tokens: np.ndarray
+    lengths: list[int]
+
+
+class WindowStream(Protocol):
+    """Windows in one order, and the position of the next one."""
+
+    def take(self, count: int, wanted: range) -> list[Window] | None:
+        """Pass the next `count` windows; those with a place among them (from 0) in `wanted` are returned.
 
         None when the data ends before.
         """
@@ -66,7 +79,7 @@ class PackedStream:
         self._buffered = 0
         self._skip = 0  # tokens of the next document that were used before the position that was loaded
 
-    def take(self, count: int, wanted: range) -> list[np.ndarray] | None:
+    def take(self, count: int, wanted: range) -> list[Window] | None:
         """See `WindowStream`."""
         windows = []
         for place in range(count):
@@ -76,18 +89,20 @@ class PackedStream:
                 windows.append(window)
         return windows
 
-    def next_window(self) -> np.ndarray | None:
-        """The next `seq_len + 1` tokens, int32; None when the data ends before."""
+    def next_window(self) -> Window | None:
+        """The next `seq_len + 1` tokens; None when the data ends before."""
         while self._buffered <= self._seq_len:
             if not self._read():
                 return None
-        window = np.concatenate([piece.tokens for piece in self._pieces])[: self._seq_len + 1]
+        tokens, lengths = self.rest()
+        lengths[-1] -= len(tokens) - (self._seq_len + 1)  # all the others were too few
         self._drop(self._seq_len)
-        return window
+        return Window(tokens[: self._seq_len + 1], lengths)
 
-    def rest(self) -> np.ndarray:
-        """What is left when there is no next window: up to `seq_len` tokens, int32."""
-        return np.concatenate([np.empty(0, np.int32), *(piece.tokens for piece in self._pieces)])
+    def rest(self) -> Window:
+        """What is left when there is no next window: up to `seq_len` tokens."""
+        tokens = np.concatenate([np.empty(0, np.int32), *(piece.tokens for piece in self._pieces)])
+        return Window(tokens, [len(piece.tokens) for piece in self._pieces])
 
     def _read(self) -> bool:
         document, skip = self._reader.state_dict(), self._skip

@@ -6,6 +6,8 @@ import functools
 import hashlib
 import itertools
 import json
+from bisect import bisect_right
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -114,14 +116,21 @@ class TokenFiles:
     def document_ends(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Where documents end within `read(start, count)`: places 1 … count, each the first that isn't the document's.
 
-        Found by halving, so that nothing of the ends need be kept.
+        Found by halving in the file, so that nothing of the ends need be kept.
         """
         found, stop = [], start + count
         while start < stop:
             number, place = locate(start, self._ends)
             header, first = self._headers[number], start - place
-            ends = np.memmap(self._folder / shard_name(number), "<i8", "r", header.ends_offset, (header.documents,))
-            low, high = np.searchsorted(ends, [place, stop - first], side="right")
-            found.append(np.asarray(ends[low:high]) + first)
+            file = self._open_file(self._folder / shard_name(number))
+            end = partial(_read_end, file, header.ends_offset)
+            low, high = (bisect_right(range(header.documents), edge, key=end) for edge in (place, stop - first))
+            raw = file.read(header.ends_offset + 8 * low, 8 * (high - low))
+            found.append(np.frombuffer(raw, dtype="<i8") + first)
             start = first + header.tokens
         return np.concatenate(found) - (stop - count)
+
+
+def _read_end(file: OpenFile, offset: int, document: int) -> int:
+    """The end of a document of a shard, whose ends begin at this offset."""
+    return int.from_bytes(file.read(offset + 8 * document, 8), "little")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 
-from titan.data.packing import State
+from titan.data.packing import State, Window
 from titan.data.shuffle import Permutation, derive_key
 from titan.data.token_files import TokenFiles
 from titan.observability.logging import logger
@@ -20,8 +22,21 @@ class TokenWindows:
     """
 
     def __init__(
-        self, files: TokenFiles, seq_len: int, *, shuffle: bool, infinite: bool, seed: int, name: str = "tokens"
+        self,
+        files: TokenFiles,
+        seq_len: int,
+        *,
+        shuffle: bool,
+        infinite: bool,
+        seed: int,
+        name: str = "tokens",
+        find_documents: bool = False,
     ) -> None:
+        """
+        Args:
+            name: what the log calls the files.
+            find_documents: look up where documents end.
+        """
         self._files = files
         self._seq_len = seq_len
         self._windows = windows_of(files, seq_len)
@@ -29,9 +44,10 @@ class TokenWindows:
         self._infinite = infinite
         self._seed = seed
         self._name = name
+        self._find_documents = find_documents
         self._next = 0
 
-    def take(self, count: int, wanted: range) -> list[np.ndarray] | None:
+    def take(self, count: int, wanted: range) -> list[Window] | None:
         """See `WindowStream`. Those that aren't wanted aren't read."""
         if not self.has(count):
             return None
@@ -40,7 +56,10 @@ class TokenWindows:
         self._next += count
         if (epoch := (self._next - 1) // self._windows) > before and wanted.start == 0:  # several read the files
             logger.info(f"dataset {self._name} begins epoch {epoch}")
-        return [self._files.read(int(window) * self._seq_len, self._seq_len + 1) for window in self._order(numbers)]
+        starts = (int(window) * self._seq_len for window in self._order(numbers))
+        return [
+            read_window(self._files, start, self._seq_len + 1, find_documents=self._find_documents) for start in starts
+        ]
 
     def has(self, count: int) -> bool:
         """Whether so many windows are left."""
@@ -62,6 +81,15 @@ class TokenWindows:
     def load_state_dict(self, state: State) -> None:
         """Go to a window."""
         self._next = state["window"]
+
+
+def read_window(files: TokenFiles, start: int, count: int, *, find_documents: bool) -> Window:
+    """Tokens start … start + count − 1; as one document, unless they are to be found."""
+    tokens = files.read(start, count)
+    if not find_documents:
+        return Window(tokens, [count])
+    ends = [int(end) for end in files.document_ends(start, count) if end < count]
+    return Window(tokens, [end - begin for begin, end in pairwise([0, *ends, count])])
 
 
 def windows_of(files: TokenFiles, seq_len: int) -> int:

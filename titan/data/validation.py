@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from titan.config.errors import UserError
 from titan.config.job_config import Training
-from titan.data.loader import Microbatch
-from titan.data.packing import PackedStream
+from titan.data.microbatch import Microbatch, lay_out
+from titan.data.packing import PackedStream, Window
 from titan.data.readers import BadRowPolicy, open_reader
 from titan.data.sources import TOKENS, open_documents
 from titan.data.token_files import open_token_files
+from titan.data.token_windows import read_window
 from titan.data.tokenizer import Tokenizer, document_tokens
-from titan.models.layers.head import IGNORED
 
 
 class Rows(NamedTuple):
@@ -33,7 +32,13 @@ class Rows(NamedTuple):
 
 
 def read_rows(
-    settings: Training, tokenizer: Tokenizer, windows: int | None, batch_rank: int, batch_degree: int
+    settings: Training,
+    tokenizer: Tokenizer,
+    windows: int | None,
+    batch_rank: int,
+    batch_degree: int,
+    *,
+    document_mask: bool = False,
 ) -> Rows:
     """Read a validation set and keep this rank's rows. Every rank reads all of it, and keeps an even share.
 
@@ -41,12 +46,13 @@ def read_rows(
         settings: as `derived.validation_text` gives them.
         windows: how many of the first windows make the set; None for all.
         batch_rank, batch_degree: this rank's place among those that read different rows.
+        document_mask: keep documents apart (see `lay_out`).
 
     Raises:
         UserError: the dataset isn't there, or has not even two tokens.
     """
-    text = _TokenFiles(settings, tokenizer) if settings.dataset == TOKENS else _Text(settings, tokenizer)
-    mine: list[np.ndarray] = []
+    text = _TokenFiles(settings, tokenizer, document_mask) if settings.dataset == TOKENS else _Text(settings, tokenizer)
+    mine: list[Window] = []
     count = 0
     for window in itertools.islice(text.windows(), windows):
         if count % batch_degree == batch_rank:
@@ -57,12 +63,9 @@ def read_rows(
     size = settings.local_batch_size
     unit = size * batch_degree
     rows = -(-count // unit) * size
-    table = np.full((rows, settings.seq_len + 1), IGNORED, dtype=np.int64)
-    for row, window in zip(table, mine, strict=False):
-        row[: len(window)] = window
-    whole = torch.from_numpy(table)
-    batches = [Microbatch(part[:, :-1].clamp(min=0), part[:, 1:].contiguous()) for part in whole.split(size)]
-    return Rows(batches, text.bytes_per_token)
+    mine += [Window(np.empty(0, np.int32), [])] * (rows - len(mine))
+    whole = lay_out(mine, settings.seq_len, document_mask=document_mask)
+    return Rows(whole.split(size), text.bytes_per_token)
 
 
 class _Text:
@@ -77,8 +80,8 @@ class _Text:
     def bytes_per_token(self) -> float:
         return self._bytes / self._tokens
 
-    def windows(self) -> Iterator[np.ndarray]:
-        """`seq_len + 1` tokens each, as in training; the last one has what is left."""
+    def windows(self) -> Iterator[Window]:
+        """`seq_len + 1` tokens each, concatenated and cut; the last one has what is left."""
         try:
             source = open_documents(self._settings)
         except UserError as error:
@@ -87,7 +90,7 @@ class _Text:
         stream = PackedStream(reader, self._encode, self._settings.seq_len)
         while (window := stream.next_window()) is not None:
             yield window
-        if len(rest := stream.rest()) > 1:
+        if len((rest := stream.rest()).tokens) > 1:
             yield rest
 
     def _encode(self, text: str) -> np.ndarray:
@@ -102,11 +105,13 @@ class _TokenFiles:
 
     bytes_per_token = None
 
-    def __init__(self, settings: Training, tokenizer: Tokenizer) -> None:
+    def __init__(self, settings: Training, tokenizer: Tokenizer, document_mask: bool) -> None:
         self._files = open_token_files(settings, tokenizer)
         self._seq_len = settings.seq_len
+        self._find_documents = document_mask
 
-    def windows(self) -> Iterator[np.ndarray]:
+    def windows(self) -> Iterator[Window]:
         """As `_Text` makes them."""
         for start in range(0, len(self._files) - 1, self._seq_len):
-            yield self._files.read(start, min(self._seq_len + 1, len(self._files) - start))
+            count = min(self._seq_len + 1, len(self._files) - start)
+            yield read_window(self._files, start, count, find_documents=self._find_documents)

@@ -114,7 +114,8 @@ class ModelSpec(Generic[S]):
         flavors: sizes by the name that `model.flavor` gives.
         build: makes the model; called under `torch.device("meta")`. The model takes tokens `[B, S]`, and `positions`
             `[B, S]` when they aren't 0 … S − 1, and gives logits `[B, S, V]`; with `labels`, what its `Head` makes of
-            them, the loss. It has the methods of `TrainableModel`.
+            them, the loss. A parameter `documents`, `[B, S]`, says that it can keep them apart. It has the methods of
+            `TrainableModel`.
         parallelize: `(model, world_mesh, parallel_dims, job_config)` spreads a model or a pipeline stage of it over the
             ranks, in place, before its weights exist.
         flops_per_token: FLOPs at a sequence length.

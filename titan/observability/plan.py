@@ -56,10 +56,18 @@ def describe_run(config: JobConfig, dims: ParallelDims, device: Device) -> list[
         f"step: {batch} windows × {training.seq_len} tokens = {batch * training.seq_len:,} tokens, as "
         f"{dims.batch_degree} rank(s) × {microbatches} microbatch(es) × {training.local_batch_size} windows; "
         f"{steps:,} steps = {steps * batch * training.seq_len:,} tokens",
+        *([f"documents: {documents}"] if (documents := _documents(config)) else []),
         f"FLOPs: {describe_flops(flops, device.peak_flops(training.mixed_precision_param))}",
         f"optimizer: {_optimizer(config)}",
         *(f"  {line}" for line in describe_updates(plan_updates(config, model), model)),
     ]
+
+
+def _documents(config: JobConfig) -> str:
+    """Such as `best-fit packed, kept apart by flex`; empty when they follow each other and are seen."""
+    packed = ["best-fit packed"] if config.training.packing == "best_fit" else []
+    apart = [f"kept apart by {config.model.attn_backend}"] if config.model.attn_mask == "document" else []
+    return ", ".join(packed + apart)
 
 
 def _optimizer(config: JobConfig) -> str:

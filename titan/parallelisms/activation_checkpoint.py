@@ -38,6 +38,8 @@ _KEPT = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
         "aten::_scaled_dot_product_fused_attention_overrideable",
         "titan::ring_attention_forward",
+        "torch_attn::_varlen_attn",
+        "flex_attention",
         # Sums over ranks: slow to get, and with sequence parallelism a rank has only its part. What was gathered is
         # larger than what it came from, so it is gathered again.
         "_c10d_functional::reduce_scatter_tensor",

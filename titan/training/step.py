@@ -13,7 +13,7 @@ from torch import nn
 
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
-from titan.data.loader import Microbatch
+from titan.data.microbatch import Microbatch
 from titan.models.batch import Batch
 from titan.models.layers.head import IGNORED, Labels
 from titan.observability.logging import logger

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from titan.config.job_config import JobConfig
-from titan.data.loader import Microbatch
+from titan.data.microbatch import Microbatch
 from titan.models.layers.head import IGNORED
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.training.step import Share, Stages

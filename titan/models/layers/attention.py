@@ -26,8 +26,13 @@ class CausalAttention(nn.Module):
             documents: `[B, S]`, the number of each token's document; a token then sees only its own document.
         """
         if documents is None:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            return causal_attention(query, key, value)
         return masked_attention(query, key, value, causal_mask(documents, query.shape[2]))
+
+
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention of each token to itself and all before it, by a fused kernel."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
 def causal_mask(documents: torch.Tensor, queries: int) -> torch.Tensor:

@@ -65,6 +65,10 @@ def parallelize_llama(
         model.tie_weights()  # embedding and head were split one by one
         if settings.enable_async_tensor_parallel:
             enable_async_tensor_parallel(world_mesh["tp"])
+    if (backend := job_config.model.attn_backend) != "sdpa":
+        from titan.models.layers.attention_kernels import apply_attention_kernel  # few wait for torch's to be imported
+
+        model.prepare_documents = apply_attention_kernel(model, backend)
     if parallel_dims.cp > 1:
         apply_context_parallel(
             model,
