@@ -9,6 +9,7 @@ goes on from its last shard.
 from __future__ import annotations
 
 import multiprocessing as mp
+import signal
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -213,6 +214,7 @@ _encoder: _Encoder  # of a process that encodes
 def _start_process(encoder: _Encoder) -> None:
     global _encoder
     end_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how the pool ends the others when one has died
     _encoder = encoder
 
 
