@@ -157,19 +157,24 @@ def command(source: Path, output: Path) -> list[str]:
 def test_killed_at_any_moment_and_run_again(tmp_path: Path) -> None:
     """Ten kills at random moments of a run, then a run to the end: the same files as without."""
     source = rows_file(tmp_path, [f"{i} " * 100 for i in range(6_000)])
-    start = time.monotonic()
     subprocess.run(command(source, tmp_path / "straight"), env=ENVIRONMENT, check=True, capture_output=True)
-    seconds = time.monotonic() - start
     draw, output, seen = random.Random(0), tmp_path / "killed", set()
+
+    def shards() -> list[Path]:
+        return sorted(output.glob("shard-*"))
+
     for _ in range(10):
+        more = len(shards()) + draw.randrange(3)
         process = subprocess.Popen(command(source, output), env=ENVIRONMENT, stderr=subprocess.DEVNULL)
-        time.sleep(draw.uniform(0.3, 0.9) * seconds)
+        while process.poll() is None and len(shards()) < more:
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 0.05))
         process.kill()
         process.wait()
-        seen.add(len(list(output.glob("shard-*"))) if output.exists() else 0)
+        seen.add(len(shards()))
         if (output / "tokens.json").exists():  # it was quicker: from here on it verifies, unless something is lost
             (output / "tokens.json").unlink()
-            for file in sorted(output.glob("shard-*"))[draw.randrange(3) :]:
+            for file in shards()[draw.randrange(3) :]:
                 file.unlink()
     assert len(seen) > 1, "no kill came in the middle"
     subprocess.run(command(source, output), env=ENVIRONMENT, check=True, capture_output=True)
