@@ -68,7 +68,6 @@ def resume(
 
 PAIRS = [
     (LAYOUTS[5], LAYOUTS[3]),
-    (LAYOUTS[4], LAYOUTS[0]),
     (COMPOSED[0], LAYOUTS[2]),
 ]
 

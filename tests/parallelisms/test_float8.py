@@ -61,7 +61,14 @@ def train_50_steps(worlds: Worlds, folder: Path, extra: list[str]) -> list[float
     return [row["loss"] for row in worlds(1).run(train_here, arguments)[0]]
 
 
-@pytest.mark.parametrize("recipe", [(), ROWWISE, HIGH_PRECISION_GRADIENT], ids=["tensorwise", "rowwise", "gw_hp"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param((), id="tensorwise"),
+        pytest.param(ROWWISE, id="rowwise"),
+        pytest.param(HIGH_PRECISION_GRADIENT, id="gw_hp", marks=pytest.mark.slow),
+    ],
+)
 def test_losses_stay_near_those_of_bf16(
     worlds: Worlds, in_bf16: list[float], tmp_path: Path, recipe: tuple[str, ...]
 ) -> None:
