@@ -33,6 +33,12 @@ def test_illegal(settings: str, expected: list[str], mistakes: Mistakes) -> None
     assert len(found) == 1 and all(text in found[0] for text in expected), found
 
 
+def test_a_memory_budget_beside_tensor_parallelism_is_refused(mistakes: Mistakes) -> None:
+    settings = [f"--{SECTION}.mode=memory_budget", "--compile.enable", "--parallelism.tensor_parallel_degree=2"]
+    (found,) = mistakes("", *settings, world_size=2)
+    assert 'mode = "memory_budget": torch.compile can\'t weigh' in found and "tensor_parallel_degree = 2" in found
+
+
 @pytest.mark.parametrize(
     "settings",
     [

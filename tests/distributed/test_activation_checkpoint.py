@@ -82,7 +82,7 @@ def product() -> list[Case]:
             Case(layout, (*mode, *offload), compiled)
             for layout in layouts
             for compiled in (False, True)
-            for mode in ((FULL, EVERY_SECOND, OP, BUDGET) if compiled else (FULL, EVERY_SECOND, OP))
+            for mode in (FULL, EVERY_SECOND, OP, *([BUDGET] if compiled and layout.tp == 1 else []))
             for offload in ((), OFFLOAD)
         ),
         *(

@@ -32,6 +32,15 @@ def _memory_budget(config: JobConfig, world_size: int) -> Mistakes:
         )
 
 
+def _memory_budget_with_tensor_parallel(config: JobConfig, world_size: int) -> Mistakes:
+    degree = config.parallelism.tensor_parallel_degree
+    if config.activation_checkpoint.mode == "memory_budget" and degree > 1:
+        yield (
+            f'{_MODE} = "memory_budget": torch.compile can\'t weigh what blocks keep beside tensor parallelism '
+            f'(parallelism.tensor_parallel_degree = {degree}; torch 2.13); choose "selective" or "full"'
+        )
+
+
 def _offload(config: JobConfig, world_size: int) -> Mistakes:
     if config.activation_checkpoint.offload and config.activation_checkpoint.mode == "none":
         yield (
@@ -43,6 +52,7 @@ def _offload(config: JobConfig, world_size: int) -> Mistakes:
 RULES = (
     Rule(_option, (*MODEL_KEYS, _MODE, _OPTION), (_OPTION,)),
     Rule(_memory_budget, (_MODE, "compile.enable")),
+    Rule(_memory_budget_with_tensor_parallel, (_MODE, "parallelism.tensor_parallel_degree")),
     Rule(_offload, (_MODE, _OFFLOAD)),
 )
 
