@@ -41,6 +41,7 @@ from titan.config.job_config import LRScheduler
 from titan.config.legacy import RENAMES, find_rename
 from titan.config.loader import LoadedConfig, load_and_check, load_config
 from titan.config.not_built import NOT_BUILT, NOT_BUILT_CHOICES
+from titan.estimation.hardware import find_hardware
 from titan.estimation.memory import BlockShape, saved_bytes
 from titan.estimation.pipeline_timeline import timeline
 from titan.models.spec import model_families
@@ -92,7 +93,7 @@ class Session:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.output = ""
-        for name in ("train.py", "train_configs", "scripts", "docs", "Makefile"):
+        for name in ("train.py", "estimation.py", "train_configs", "scripts", "docs", "Makefile"):
             (folder / name).symlink_to(ROOT / name)
 
     def write(self, name: str, text: str) -> None:
@@ -153,6 +154,8 @@ def python(session: Session, variables: dict[str, str], words: list[str], asked:
                 patch.chdir(session.folder)
                 draw_schedule.main(arguments)
             session.output = output.getvalue()
+        case ["estimation.py", *_]:
+            session.script(words[1:])
         case ["scripts/evaluate.py", *arguments]:
             session.script(["scripts/evaluate.py", *arguments])
         case ["scripts/convert_checkpoint.py" | "scripts/generate.py", *_]:
@@ -360,6 +363,9 @@ def test_page(page: Path, tmp_path: Path) -> None:
                 session.script(["-c", block.text])
             case "python" | "json" | "csv", _:
                 session.write(block.name, block.text)
+            case "toml", "hardware.toml":
+                session.write(block.name, block.text)
+                find_hardware(str(session.folder / block.name))
             case "toml", name:
                 session.write(name or "block.toml", block.text)
                 session.load([f"--job.config_file={name or 'block.toml'}"], 8)

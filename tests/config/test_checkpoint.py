@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from titan.config import checks_checkpoint
 from titan.config.errors import UserError
 from titan.config.loader import load_and_check
-from titan.observability import device
+from titan.config.machine import Machine
 
 
 def test_pinned_memory_needs_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--checkpoint.async_mode=async_with_pinned_mem"]
-    monkeypatch.setattr(device, "pins_memory", lambda device_type: False)
+    monkeypatch.setattr(checks_checkpoint, "machine", lambda: Machine("a CPU", False, False))
     with pytest.raises(UserError, match=r'checkpoint.async_mode = "async_with_pinned_mem": .*no accelerator.*"async"'):
         load_and_check(arguments, 1)
-    monkeypatch.setattr(device, "pins_memory", lambda device_type: True)
+    monkeypatch.setattr(checks_checkpoint, "machine", lambda: Machine("a GPU", True, True))
     assert load_and_check(arguments, 1).config.checkpoint.async_mode == "async_with_pinned_mem"
 
 

@@ -25,7 +25,7 @@ _NAMES = {
 
 
 class Traffic(TorchDispatchMode):
-    """Number of collectives of each kind, and the bytes of the tensors handed to them.
+    """Number of collectives of each kind, bytes of the tensors handed to them, and what a ring of ranks sends for that.
 
     Groups of one rank and up to three numbers (a step's loss and norm, what ranks agree on before it) are left out.
     """
@@ -34,6 +34,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -48,11 +49,17 @@ class Traffic(TorchDispatchMode):
             source = args[1] if name in ("_allgather_base_", "_reduce_scatter_base_") else args[0]
             (tensor,) = source if isinstance(source, (list, tuple)) else (source,)
             size = tensor.numel() * tensor.element_size()
-            if size > 24 and _group_size(args, kwargs or {}) > 1:
+            if size > 24 and (ranks := _group_size(args, kwargs or {})) > 1:
                 kind = _NAMES.get(name, name)
+                self.sent[kind] += _sent(kind, size, ranks)
                 self.calls[kind] += 1
                 self.bytes[kind] += size
         return func(*args, **(kwargs or {}))
+
+
+def _sent(kind: str, size: int, ranks: int) -> int:
+    shares = {"all_gather": ranks * (ranks - 1), "reduce_scatter": ranks - 1, "all_reduce": 2 * (ranks - 1)}
+    return size * shares.get(kind, ranks) // ranks
 
 
 def _group_size(args: Any, kwargs: dict[str, Any]) -> int:

@@ -31,6 +31,7 @@ from titan.config.derived import (
 )
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
+from titan.config.machine import is_elsewhere
 from titan.config.nearest import did_you_mean
 from titan.config.rules import MODEL_KEYS, SEQUENCES, Mistakes, Rule, listed, nearest_multiples, window_lengths
 from titan.config.toml_text import DEFAULT
@@ -47,7 +48,7 @@ def check(config: JobConfig, world_size: int, reported: set[str], rules: Sequenc
     doubtful = set(reported)
     mistakes: list[str] = []
     for rule in RULES if rules is None else rules:
-        if doubtful.isdisjoint(rule.reads):
+        if doubtful.isdisjoint(rule.reads) and not (rule.local and is_elsewhere()):
             found = list(rule.find(config, world_size))
             mistakes += found
             doubtful.update(rule.spoils if found else ())
@@ -131,7 +132,7 @@ RULES = (
     Rule(_flavor, _MODEL, ("model.flavor",)),
     Rule(_seq_len, (*_MODEL, *SEQUENCES)),
     *checks_assets.RULES,
-    Rule(_vocabulary, (*MODEL_KEYS, "model.vocab_size", "model.tokenizer_path", "model.hf_assets_path")),
+    Rule(_vocabulary, (*MODEL_KEYS, "model.vocab_size", "model.tokenizer_path", "model.hf_assets_path"), local=True),
     *checks_parallelism.MODEL_RULES,
     *checks_pipeline.RULES,
     *checks_activation.RULES,
@@ -161,7 +162,7 @@ def warn(config: JobConfig, world_size: int, origins: Mapping[str, str]) -> list
         *checks_data.warnings(config),
         *checks_mixture.warnings(config, steps, global_batch * config.training.seq_len),
         *checks_documents.warnings(config),
-        *_vocabulary_warnings(config),
+        *([] if is_elsewhere() else _vocabulary_warnings(config)),
         *checks_optimizer.warnings(config, origins),
         *checks_float8.warnings(config),
         *_validation_warnings(config),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from titan.config.derived import model_sizes
 from titan.config.job_config import JobConfig
+from titan.config.machine import machine
 from titan.config.rules import MODEL_KEYS, Mistakes, Rule
 
 _MODE = "activation_checkpoint.mode"
@@ -59,9 +60,5 @@ RULES = (
 
 def warnings(config: JobConfig) -> Iterator[str]:
     """What gains nothing."""
-    if config.activation_checkpoint.offload:
-        # Torch is imported for the few who ask for this: only it knows the device.
-        from titan.observability.device import find_device
-
-        if find_device().type == "cpu":
-            yield f"{_OFFLOAD} = true: a CPU's memory is the host's, so tensors are copied and no memory is saved"
+    if config.activation_checkpoint.offload and not machine().accelerates:
+        yield f"{_OFFLOAD} = true: a CPU's memory is the host's, so tensors are copied and no memory is saved"

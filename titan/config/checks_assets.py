@@ -41,5 +41,6 @@ RULES = (
         _folder,
         ("model.hf_assets_path", "model.vocab_size", "model.norm_type", *MODEL_KEYS),
         ("model.hf_assets_path",),
+        local=True,
     ),
 )

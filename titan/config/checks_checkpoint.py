@@ -8,6 +8,7 @@ from pathlib import Path
 from titan.config.derived import model_sizes
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
+from titan.config.machine import machine
 from titan.config.nearest import did_you_mean
 from titan.config.rules import MODEL_KEYS, Mistakes, Rule
 from titan.models.spec import model_families
@@ -86,12 +87,7 @@ def _folder(config: JobConfig, world_size: int) -> Mistakes:
 
 
 def _async_mode(config: JobConfig, world_size: int) -> Mistakes:
-    if config.checkpoint.async_mode != _PINNED:
-        return
-    # Torch is imported for the few who ask for this: only it knows the device.
-    from titan.observability.device import find_device, pins_memory
-
-    if not pins_memory(find_device().type):
+    if config.checkpoint.async_mode == _PINNED and not machine().accelerates:
         yield (
             f'checkpoint.async_mode = "{_PINNED}": this machine has no accelerator whose copies pinned memory would '
             'speed up; choose "async"'
@@ -99,10 +95,10 @@ def _async_mode(config: JobConfig, world_size: int) -> Mistakes:
 
 
 RULES = (
-    Rule(_folder, ("checkpoint.folder", "job.dump_folder")),
+    Rule(_folder, ("checkpoint.folder", "job.dump_folder"), local=True),
     Rule(_async_mode, ("checkpoint.async_mode",)),
     Rule(_load_step, ("checkpoint.load_step", "checkpoint.enable")),
-    Rule(_initial_load, ("checkpoint.initial_load_path",)),
+    Rule(_initial_load, ("checkpoint.initial_load_path",), local=True),
     Rule(
         _huggingface,
         (

@@ -10,6 +10,7 @@ from pathlib import Path
 from titan.config.derived import source_names, source_text, tokenizer_path, validation_text
 from titan.config.errors import UserError, of_source
 from titan.config.job_config import JobConfig, Training
+from titan.config.machine import machine
 from titan.config.nearest import did_you_mean
 from titan.config.rules import SEQUENCES, Mistakes, Rule
 from titan.data.files import matching_paths
@@ -89,17 +90,13 @@ _TOKENS_READ = ("experimental.custom_import", "model.tokenizer_path", "model.hf_
 
 RULES = (
     Rule(_dataset, ("experimental.custom_import", *_READ), (_DATASET,)),
-    Rule(_dataset_path, _READ, (_PATH,)),
-    Rule(_token_files, _TOKENS_READ),
-    Rule(_workers, (_WORKERS,)),
+    Rule(_dataset_path, _READ, (_PATH,), local=True),
+    Rule(_token_files, _TOKENS_READ, local=True),
+    Rule(_workers, (_WORKERS,), local=True),
 )
 
 
 def warnings(config: JobConfig) -> Iterator[str]:
     """What gains nothing."""
-    if config.training.dataloader.pin_memory:
-        # Torch is imported for the few who ask for this: only it knows the device.
-        from titan.observability.device import find_device, pins_memory
-
-        if not pins_memory(find_device().type):
-            yield f"{_PIN} = true: batches stay in a CPU's memory, where there is nothing to pin them for"
+    if config.training.dataloader.pin_memory and not machine().accelerates:
+        yield f"{_PIN} = true: batches stay in a CPU's memory, where there is nothing to pin them for"

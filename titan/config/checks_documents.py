@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from titan.config.derived import compiles, model_sizes
 from titan.config.job_config import JobConfig
+from titan.config.machine import machine
 from titan.config.rules import MODEL_KEYS, Mistakes, Rule
 from titan.models.spec import model_families
 
@@ -40,10 +41,8 @@ def _kernel(config: JobConfig, world_size: int) -> Mistakes:
     backend = config.model.attn_backend
     if backend == "sdpa":
         return
-    from titan.observability.device import find_device
-
     given = f'{_BACKEND} = "{backend}"'
-    if (device := find_device()).type == "cpu":
+    if not (device := machine()).accelerates:
         lacking = (
             "FlexAttention has no backward pass" if backend == "flex" else "variable-length attention has no kernel"
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from titan.config.derived import FLOAT8_UNIT, float8_recipe, model_sizes
 from titan.config.job_config import JobConfig
+from titan.config.machine import is_elsewhere, machine
 from titan.config.nearest import did_you_mean
 from titan.config.rules import MODEL_KEYS, Mistakes, Rule, listed, nearest_multiples
 from titan.config.toml_text import shown
@@ -24,16 +25,15 @@ _HEAD = "output"
 def _machine(config: JobConfig, world_size: int) -> Mistakes:
     if not config.float8.enable_float8_linear:
         return
-    if importlib.util.find_spec("torchao") is None:
+    if not is_elsewhere() and importlib.util.find_spec("torchao") is None:
         yield f"{_ENABLE} = true: torchao isn't installed: pip install 'titan[float8]'"
     if config.float8.emulate:
         return
-    from titan.observability.device import find_device
-
-    if not (device := find_device()).multiplies_float8():
+    if not (device := machine()).multiplies_float8:
+        who = "it is planned for" if is_elsewhere() else "this machine computes on"
         yield (
-            f"{_ENABLE} = true: needs a GPU that multiplies in float8, of compute capability 8.9 or more (this machine "
-            f"computes on {device.name}); float8.emulate = true computes the same anywhere, slowly, for tests"
+            f"{_ENABLE} = true: needs a GPU that multiplies in float8, of compute capability 8.9 or more ({who} "
+            f"{device.name}); float8.emulate = true computes the same anywhere, slowly, for tests"
         )
 
 

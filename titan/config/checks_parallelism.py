@@ -6,6 +6,7 @@ import math
 
 from titan.config.derived import compiles, model_sizes
 from titan.config.job_config import JobConfig
+from titan.config.machine import machine
 from titan.config.rules import (
     MODEL_KEYS,
     SEQUENCES,
@@ -120,9 +121,6 @@ def _sequence_unit(config: JobConfig) -> tuple[int, str]:
 def _async_tensor_parallel(config: JobConfig, world_size: int) -> Mistakes:
     if not config.parallelism.enable_async_tensor_parallel:
         return
-    # Torch is imported for the few who ask for this: only it knows the device.
-    from titan.observability.device import find_device
-
     lacking = []
     if (tp := config.parallelism.tensor_parallel_degree) == 1:
         lacking.append(f"{_TP} > 1 (it is {tp})")
@@ -130,7 +128,7 @@ def _async_tensor_parallel(config: JobConfig, world_size: int) -> Mistakes:
         lacking.append(
             'compile.enable = true with "model" in compile.components, since it is torch.compile that overlaps'
         )
-    if (device := find_device()).type == "cpu":
+    if not (device := machine()).accelerates:
         lacking.append(f"GPUs with symmetric memory (this machine computes on {device.name})")
     if lacking:
         yield f"parallelism.enable_async_tensor_parallel = true needs {'; '.join(lacking)}; otherwise leave it at false"

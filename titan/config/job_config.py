@@ -522,6 +522,34 @@ class Experimental:
 
 
 @dataclass
+class Estimation:
+    """Of the dry run, estimation.py; train.py reads none of it."""
+
+    gpus: int | None = setting(None, "Ranks of the run (unset: WORLD_SIZE).", minimum=1, compare=False)
+    method: Literal["analytic"] = setting(
+        "analytic", "How memory is estimated: analytic, in closed form.", compare=False
+    )
+    hardware: str = setting(
+        "h100",
+        "What the run is for: a100-40gb, a100-80gb, h100, h100-500w, h200, b200, mi300x, or a TOML file of your own.",
+        compare=False,
+    )
+    json: str | None = setting(None, "Also write the estimate to this file, as JSON.", compare=False)
+    search: bool = setting(False, "Find the layout that trains fastest on so many ranks.", compare=False)
+    search_output: str | None = setting(
+        None, "With estimation.search: write the layout that was found to this TOML file.", compare=False
+    )
+    calibrate: str | None = setting(
+        None,
+        "metrics.jsonl of a run of this very config on this hardware, by whose speed times are scaled.",
+        compare=False,
+    )
+    compat: Literal["torchtitan-2024", "torchtitan-2025"] | None = setting(
+        None, "Estimate another trainer's step, to compare published figures.", compare=False
+    )
+
+
+@dataclass
 class JobConfig:
     """The whole of a run. Sections in the order of `--help`."""
 
@@ -541,3 +569,4 @@ class JobConfig:
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
     experimental: Experimental = field(default_factory=Experimental)
+    estimation: Estimation = field(default_factory=Estimation)

@@ -6,25 +6,37 @@ one; fields with a mistake keep their default, so that the rules across fields (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from titan.config import checks
 from titan.config.command_line import read_command_line, wants_help
 from titan.config.convert import BARE, WrongTables, WrongValue, convert
-from titan.config.errors import ConfigError
+from titan.config.errors import ConfigError, UserError
 from titan.config.fields import all_settings, build
 from titan.config.given import Given
 from titan.config.help_text import help_text
 from titan.config.job_config import JobConfig
 from titan.config.known import explain_unknown, is_empty_section, is_key, is_switch, todays_key
 from titan.config.legacy import FromOthers, renaming, translate
+from titan.config.machine import Machine, planned_for
 from titan.config.not_built import NOT_BUILT_CHOICES, find_missing, refuse_missing
 from titan.config.toml_files import BadFile, find_config, read_files
 from titan.config.toml_text import DEFAULT
 
 CONFIG_FILE = "job.config_file"
+
+# What estimation.search decides, whatever the config says. Every layout that it finds is checked by itself.
+SEARCHED = (
+    "training.global_batch_size",
+    "parallelism.data_parallel_replicate_degree",
+    "parallelism.data_parallel_shard_degree",
+    "parallelism.tensor_parallel_degree",
+    "parallelism.context_parallel_degree",
+    "parallelism.pipeline_parallel_degree",
+    "parallelism.pipeline_parallel_microbatch_size",
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,35 @@ def load_and_check(argv: Sequence[str], world_size: int) -> LoadedConfig:
             already is left out, since it would only repeat the mistake.
         SystemExit: with status 0, after `--help` was printed.
     """
+    return _checked(_read(argv), world_size)
+
+
+def load_and_check_plan(
+    argv: Sequence[str], world_size: int, machine_named: Callable[[str], Machine]
+) -> tuple[LoadedConfig, int]:
+    """The config of a command line, checked for the ranks and the machine that [estimation] names, and these ranks.
+
+    Args:
+        world_size: ranks where estimation.gpus doesn't say.
+        machine_named: the machine of estimation.hardware; raises UserError when there is none of that name.
+
+    Raises:
+        ConfigError, SystemExit: as `load_and_check`.
+    """
     reading = _read(argv)
+    own = reading.loaded().config.estimation
+    try:
+        machine = machine_named(own.hardware)
+    except UserError as error:
+        raise ConfigError([*reading.mistakes, str(error)]) from None
+    ranks = own.gpus or world_size
+    if own.search:  # it finds values for these
+        reading.reported.update(SEARCHED)
+    with planned_for(machine):
+        return _checked(reading, ranks), ranks
+
+
+def _checked(reading: _Reading, world_size: int) -> LoadedConfig:
     loaded = reading.loaded()
     mistakes = reading.mistakes
     if reading.complete:

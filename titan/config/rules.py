@@ -25,11 +25,13 @@ class Rule(NamedTuple):
         find: yields a text per mistake, for (config, world size).
         reads: keys whose values it needs; it is left out when one of them is reported already.
         spoils: keys that later rules can't rely on once this one found a mistake.
+        local: it asks for this machine's files or system; left out where a run is planned for another.
     """
 
     find: Callable[[JobConfig, int], Mistakes]
     reads: tuple[str, ...]
     spoils: tuple[str, ...] = ()
+    local: bool = False
 
 
 def window_lengths(config: JobConfig) -> dict[str, int]:

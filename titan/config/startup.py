@@ -14,7 +14,7 @@ from titan.config.command_line import wants_help
 from titan.config.derived import tokenizer_path
 from titan.config.errors import ConfigError, UserError
 from titan.config.job_config import Training
-from titan.config.loader import LoadedConfig, load_and_check, load_config
+from titan.config.loader import LoadedConfig, load_and_check, load_and_check_plan, load_config
 from titan.config.toml_text import to_toml
 
 _WAIT_SECONDS = 10.0
@@ -58,13 +58,39 @@ def config_from_command_line(argv: Sequence[str] | None = None) -> LoadedConfig:
     with exit_on_mistake():
         loaded = load_and_check(arguments, _world_size())
         _save(loaded)
-    if loaded.config.job.print_config:
-        if _is_first_rank():
-            for warning in loaded.warnings:
-                print(f"warning: {warning}", file=sys.stderr)
-            print(to_toml(loaded.config, loaded.origins), end="")
-        raise SystemExit(0)
+    _print_if_asked(loaded)
     return loaded
+
+
+def estimation_config(argv: Sequence[str] | None = None) -> tuple[LoadedConfig, int]:
+    """The config of a dry run, checked for other ranks and another machine than this, and how many ranks.
+
+    Raises:
+        SystemExit: status 2 after the mistakes were printed; 0 after `--help` was.
+    """
+    from titan.estimation.hardware import find_hardware
+
+    with exit_on_mistake():
+        arguments = sys.argv[1:] if argv is None else argv
+        loaded, ranks = load_and_check_plan(arguments, _world_size(), lambda name: find_hardware(name).machine)
+        _save(loaded)
+    _print_if_asked(loaded)
+    return loaded, ranks
+
+
+def _print_if_asked(loaded: LoadedConfig) -> None:
+    """Do what job.print_config says.
+
+    Raises:
+        SystemExit: status 0, when it was asked for.
+    """
+    if not loaded.config.job.print_config:
+        return
+    if _is_first_rank():
+        for warning in loaded.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        print(to_toml(loaded.config, loaded.origins), end="")
+    raise SystemExit(0)
 
 
 def data_config(argv: Sequence[str]) -> tuple[Training, str | None]:

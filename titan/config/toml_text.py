@@ -29,6 +29,8 @@ def to_toml(config: JobConfig, origins: Mapping[str, str]) -> str:
         for setting in settings:
             if setting.section == section:
                 lines.append(_line(setting.name, value_of(config, setting.key), origins.get(setting.key, DEFAULT)))
+        if len(lines) == 1:
+            continue
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
 

@@ -1,0 +1,25 @@
+"""The ways in which memory is estimated, by the names that estimation.method has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from titan.config.job_config import JobConfig
+from titan.estimation.closed_form import analytic_layout
+from titan.estimation.estimate import RankEstimate
+
+
+class Method(NamedTuple):
+    """One of them.
+
+    Attributes:
+        description: for the head of a report, after "by".
+        ranks: (a checked config, number of ranks) → an estimate for each kind of rank.
+    """
+
+    description: str
+    ranks: Callable[[JobConfig, int], list[RankEstimate]]
+
+
+METHODS = {"analytic": Method("closed form", analytic_layout)}

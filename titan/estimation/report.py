@@ -1,0 +1,241 @@
+"""An estimate as text and as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from titan.config.derived import resolved_steps
+from titan.config.job_config import JobConfig
+from titan.config.toml_text import to_toml
+from titan.estimation.calibrate import Calibration
+from titan.estimation.changes import Fitting
+from titan.estimation.estimate import CATEGORIES, RankEstimate, Traffic
+from titan.estimation.hardware import FIT_SHARE, GIB, NOT_RESERVED, Hardware
+from titan.estimation.layout import Layout
+from titan.estimation.methods import METHODS
+from titan.estimation.time import BAND, UNSURE_RANKS, StepTime, exchange_seconds
+from titan.models.spec import FlopsPerToken
+
+_MOST_COLUMNS = 4
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that is known of a run before it starts.
+
+    Attributes:
+        ranks: estimates of the kinds of ranks.
+        flops: model FLOPs per token.
+        calibration: None without a measured run.
+        changes: that would make it fit; none when it does.
+    """
+
+    config: JobConfig
+    layout: Layout
+    hardware: Hardware
+    ranks: Sequence[RankEstimate]
+    time: StepTime
+    flops: FlopsPerToken
+    calibration: Calibration | None
+    changes: Sequence[Fitting]
+
+    @property
+    def peak(self) -> RankEstimate:
+        """The kind of rank that reserves most."""
+        return max(self.ranks, key=lambda rank: rank.peak_reserved_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak.peak_reserved_bytes <= self.hardware.fit_bytes
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.layout.windows_per_step * self.layout.seq_len
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one rank."""
+        return self.tokens_per_step / self.layout.world_size / self.time.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """A share of 1, by the full-attention count; None where the hardware has no peak of the compute type."""
+        peak = self.hardware.peak_flops.get(self.config.training.mixed_precision_param)
+        return None if peak is None else self.tokens_per_second * self.flops.full / peak
+
+    @property
+    def hardware_flops(self) -> float:
+        """Of a step, over all ranks."""
+        return sum(rank.hardware_flops * rank.ranks for rank in self.ranks)
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        """Of each kind what the rank that sends most of it sends."""
+        most: dict[tuple[str, str], Traffic] = {}
+        for row in (row for rank in self.ranks for row in rank.traffic):
+            kind = row.collective, row.dim
+            if kind not in most or row.bytes > most[kind].bytes:
+                most[kind] = row
+        return list(most.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """With keys that stay."""
+        peak = self.peak
+        return {
+            "parameters": self.layout.model.parameters,
+            "peak_active_bytes": peak.peak_active_bytes,
+            "peak_reserved_bytes": peak.peak_reserved_bytes,
+            "peak_rank": peak.name,
+            "peak_at": peak.peak_at,
+            "fits": self.fits,
+            "breakdown_bytes": dict(peak.breakdown),
+            "model_flops_per_step": self.flops.full * self.tokens_per_step,
+            "hardware_flops_per_step": self.hardware_flops,
+            "tokens_per_second_per_gpu": self.tokens_per_second,
+            "mfu": self.mfu,
+            "step_seconds": self.time.seconds,
+            "band": BAND,
+            "bubble": self.time.bubble,
+            "communication": [vars(row) for row in self.traffic],
+            "changes_that_fit": [change.settings for change in self.changes],
+            "hardware": self.hardware.name,
+            "world_size": self.layout.world_size,
+            "method": self.config.estimation.method,
+            "torch": version("torch"),
+            "config_hash": hashlib.sha256(to_toml(self.config, {}).encode()).hexdigest(),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        yield from self._head()
+        yield ""
+        yield from self._memory()
+        yield ""
+        yield from self._work()
+        yield ""
+        yield from self._communication()
+        yield ""
+        yield from self._speed()
+        yield ""
+        yield from self._in_short()
+
+    def _head(self) -> Iterator[str]:
+        layout, model = self.layout, self.config.model
+        degrees = f"pp {layout.pp} × dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} × cp {layout.cp}"
+        microbatches = layout.microbatches * layout.accumulation
+        method = METHODS[self.config.estimation.method].description
+        yield f"{self.config.job.description}: {layout.world_size:,} × {self.hardware.name}, by {method}"
+        yield f"model: {model.name} {model.flavor}, {layout.model.parameters:,} parameters"
+        yield f"mesh: {degrees} × tp {layout.tp}"
+        yield (
+            f"step: {layout.windows_per_step:,} windows × {layout.seq_len:,} tokens = {self.tokens_per_step:,}, "
+            f"as {microbatches} microbatch(es) of {layout.rows} window(s) on a rank"
+        )
+        if layout.reference:
+            yield f"step of {layout.reference.replace('-', ', ')}: to compare published figures, not what train.py does"
+
+    def _memory(self) -> Iterator[str]:
+        shown = _chosen(self.ranks, self.peak)
+        names = [rank.name for rank in shown]
+        width = max(8, *map(len, names), *(len(rank.peak_at) for rank in shown))
+        yield f"{'memory, GiB':24}" + "  ".join(name.rjust(width) for name in names)
+        rows: list[tuple[str, list[float]]] = [
+            (category.replace("_", " "), [rank.breakdown[category] for rank in shown]) for category in CATEGORIES
+        ]
+        rows.append(("peak active", [rank.peak_active_bytes for rank in shown]))
+        rows.append(("peak reserved", [rank.peak_reserved_bytes for rank in shown]))
+        for label, values in rows:
+            yield f"  {label:22}" + "  ".join(f"{value / GIB:{width}.2f}" for value in values)
+        yield f"  {'peak at':22}" + "  ".join(rank.peak_at.rjust(width) for rank in shown)
+        if len(shown) < len(self.ranks):
+            yield f"  … and {len(self.ranks) - len(shown)} kinds of ranks that need no more"
+        spare = self.hardware.fit_bytes - self.peak.peak_reserved_bytes
+        limit = f"{FIT_SHARE:.0%} of {self.hardware.memory_gib:g} GiB = {self.hardware.fit_bytes / GIB:.1f}"
+        verdict = (
+            f"fits, with {spare / GIB:.1f} GiB to spare" if spare >= 0 else f"DOESN'T FIT, by {-spare / GIB:.1f} GiB"
+        )
+        reserved = self.peak.peak_reserved_bytes / GIB
+        yield f"{verdict}: {self.peak.name} reserves {reserved:.1f} GiB, the limit is {limit}"
+        yield "  more than active, since FSDP's streams have pools of their own, for gathered weights and for gradients"
+        yield f"  {NOT_RESERVED}"
+        if self.layout.float8 and not self.layout.compiled:
+            yield "  float8 without torch.compile needs more than is counted here: with 8B on 8 GPUs 32 GiB were seen"
+        for change in self.changes:
+            longer = round(100 * (change.slower - 1))
+            time = f"{longer:+} % GPU time per token" if longer else "no slower"
+            yield f"  would fit: {change} ({change.reserved_bytes / GIB:.1f} GiB, {time})"
+
+    def _work(self) -> Iterator[str]:
+        tokens = self.tokens_per_step
+        yield "FLOPs of a step, all ranks"
+        yield f"  {'model':22}{self.flops.full * tokens:.3e}, attention over the full square"
+        yield f"  {'':22}{self.flops.causal * tokens:.3e}, attention counted as causal"
+        yield f"  {'hardware':22}{self.hardware_flops:.3e}, with what is computed again; attention over the full square"
+
+    def _communication(self) -> Iterator[str]:
+        yield "communication of a step, per rank (of each kind the rank that sends most)"
+        if not self.traffic:
+            yield "  none"
+            return
+        yield f"  {'collective':16}{'dimension':14}{'calls':>9}{'GiB':>10}{'ms':>9}{'exposed ms':>13}"
+        for row in self.traffic:
+            seconds = self.time.scale * exchange_seconds(self.layout, self.hardware, row)
+            exposed = seconds * self.time.exposed[row.dim]
+            yield (
+                f"  {row.collective:16}{row.dim:14}{row.calls:9,}{row.bytes / GIB:10.3f}"
+                f"{_rounded(seconds * 1e3):>9}{_rounded(exposed * 1e3):>13}"
+            )
+
+    def _speed(self) -> Iterator[str]:
+        speed, seconds = self.tokens_per_second, self.time.seconds
+        steps = resolved_steps(self.config, self.layout.windows_per_step)
+        days, ranks = steps * seconds / 86400, self.layout.world_size
+        yield f"speed, ± {BAND:.0%}: {self._basis()}"
+        yield f"  {'step':22}{_band(seconds)} s"
+        if self.layout.pp > 1:
+            yield f"  {'pipeline bubble':22}{self.time.bubble:.0%} of the schedule"
+        yield f"  {'tokens/s per GPU':22}{_band(speed)}"
+        yield f"  {'tokens/s in all':22}{_band(speed * ranks)}"
+        yield f"  {'MFU':22}{'n/a' if self.mfu is None else f'{_band(100 * self.mfu)} %'}"
+        yield f"  {f'{steps:,} steps':22}{_band(days)} days, {_band(days * 24 * ranks)} GPU-hours"
+        if self.time.unsure:
+            yield f"  beyond about {UNSURE_RANKS:,} ranks it is a guess: congestion and stragglers aren't counted"
+
+    def _basis(self) -> str:
+        if self.calibration is None:
+            return "constants of published H100 runs of 2024; --estimation.calibrate scales them by a run of yours"
+        own = self.calibration
+        return f"scaled by {own.factor:.2f}, as {own.windows} logged window(s) of a run on {own.ranks} rank(s) say"
+
+    def _in_short(self) -> Iterator[str]:
+        """In the words of an older tool; memory is that of the rank that reserves most."""
+        peak = self.peak
+        yield f"Estimated model size: {peak.breakdown['parameters'] / 1e9:.2f} GB"
+        yield f"Estimated optimizer state size: {peak.breakdown['optimizer'] / 1e9:.2f} GB"
+        yield f"Total estimated GPU memory: {peak.peak_reserved_bytes / 1e9:.2f} GB"
+        yield f"Estimated FLOP per step: {self.flops.full * self.tokens_per_step:.3e}"
+
+
+def _chosen(ranks: Sequence[RankEstimate], peak: RankEstimate) -> list[RankEstimate]:
+    """All, or of many the first, the one that needs most, and the last."""
+    if len(ranks) <= _MOST_COLUMNS:
+        return list(ranks)
+    return [rank for rank in ranks if rank is ranks[0] or rank is peak or rank is ranks[-1]]
+
+
+def _rounded(value: float) -> str:
+    """Two significant digits."""
+    if value == 0:
+        return "0"
+    digits = 1 - math.floor(math.log10(abs(value)))
+    rounded = round(value, digits)
+    return f"{rounded:,.{max(0, digits)}f}"
+
+
+def _band(value: float) -> str:
+    return f"{_rounded(value)} ({_rounded(value * (1 - BAND))} to {_rounded(value * (1 + BAND))})"

@@ -1,0 +1,65 @@
+"""The dry run: what a checked config costs, printed and written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from titan.config.derived import model_sizes
+from titan.config.loader import LoadedConfig
+from titan.estimation.calibrate import read_calibration
+from titan.estimation.changes import fitting_changes
+from titan.estimation.from_config import layout_of
+from titan.estimation.hardware import find_hardware
+from titan.estimation.methods import METHODS
+from titan.estimation.report import Report
+from titan.estimation.time import step_time
+from titan.estimation.write import write_text
+from titan.models.spec import model_families
+
+DOESNT_FIT_STATUS = 3
+
+
+def make_report(loaded: LoadedConfig, world_size: int) -> Report:
+    """The estimate of a checked config.
+
+    Raises:
+        UserError: the method doesn't know the model's blocks, or the run to calibrate by can't be read.
+    """
+    config = loaded.config
+    own = config.estimation
+    hardware, layout = find_hardware(own.hardware), layout_of(config, world_size)
+    ranks = METHODS[own.method].ranks(config, world_size)
+    time = step_time(layout, hardware)
+    calibration = None
+    if own.calibrate is not None:
+        calibration = read_calibration(Path(own.calibrate), hardware)
+        time = time.scaled(calibration.factor)
+    fits = max(rank.peak_reserved_bytes for rank in ranks) <= hardware.fit_bytes
+    return Report(
+        config=config,
+        layout=layout,
+        hardware=hardware,
+        ranks=ranks,
+        time=time,
+        flops=model_families()[config.model.name].flops_per_token(model_sizes(config), config.training.seq_len),
+        calibration=calibration,
+        changes=[] if fits or own.compat else fitting_changes(config, world_size, hardware),
+    )
+
+
+def estimate(loaded: LoadedConfig, world_size: int) -> int:
+    """Print an estimate, and write what [estimation] asks for.
+
+    Returns:
+        0, or DOESNT_FIT_STATUS.
+
+    Raises:
+        UserError: as `make_report`; or a file can't be written.
+    """
+    report = make_report(loaded, world_size)
+    for line in [*(f"warning: {warning}" for warning in loaded.warnings), *report.lines()]:
+        print(line)
+    if (target := loaded.config.estimation.json) is not None:
+        write_text("estimation.json", target, json.dumps(report.as_json(), indent=2) + "\n")
+    return 0 if report.fits else DOESNT_FIT_STATUS
