@@ -212,3 +212,14 @@ def test_every_feature_has_an_estimate(arguments: tuple[str, ...], capsys: pytes
         assert 0 < rank.peak_active_bytes < rank.peak_reserved_bytes * 1.01
     assert all(0 <= share <= 1 for share in made.time.exposed.values())
     assert list(made.lines())
+
+
+def test_a_trace_agrees_with_the_closed_form() -> None:
+    """8B on 8: what both say of memory within a twentieth, FLOPs and traffic alike."""
+    given = ["--job.config_file=llama3_8b.toml", "--estimation.gpus=8", "--training.seq_len=2048"]
+    reports = [report(*given, f"--estimation.method={method}") for method in ("analytic", "trace")]
+    (closed,), (traced,) = (each.ranks for each in reports)
+    assert traced.peak_reserved_bytes == pytest.approx(closed.peak_reserved_bytes, rel=0.05)
+    assert traced.hardware_flops == pytest.approx(closed.hardware_flops, rel=1e-3)
+    sent = [{(t.collective, t.dim): t.bytes for t in rank.traffic if t.bytes > 1000} for rank in (closed, traced)]
+    assert sent[0] == sent[1]

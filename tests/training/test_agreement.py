@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.world import Worlds
-from titan.data.loader import Microbatch
+from titan.data.microbatch import Microbatch
 from titan.models.layers.head import IGNORED
 from titan.training.step import Agreement, agree_on_step
 

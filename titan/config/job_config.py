@@ -526,8 +526,10 @@ class Estimation:
     """Of the dry run, estimation.py; train.py reads none of it."""
 
     gpus: int | None = setting(None, "Ranks of the run (unset: WORLD_SIZE).", minimum=1, compare=False)
-    method: Literal["analytic"] = setting(
-        "analytic", "How memory is estimated: analytic, in closed form.", compare=False
+    method: Literal["analytic", "trace"] = setting(
+        "analytic",
+        "How memory is estimated: in closed form, or from a trace of titan's own step on tensors without memory.",
+        compare=False,
     )
     hardware: str = setting(
         "h100",
