@@ -30,7 +30,7 @@ def go_wrong(kind: str) -> None:
             threading.Thread(target=fail).start()
             time.sleep(30)
         case "sleep":
-            time.sleep(10)
+            time.sleep(6)
         case "hold":  # the interpreter's lock, so that no other thread of Python runs
             ctypes.PyDLL(None).sleep(300)
         case "signal":
@@ -43,7 +43,7 @@ def go_wrong(kind: str) -> None:
 
 def _failing_run(self, step, microbatches, valid_tokens):  # type: ignore[no-untyped-def]
     if step == 1 and _kind == "sleep":  # a first step has a limit of its own
-        time.sleep(10)
+        time.sleep(6)
     first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if first_start and step == int(_step) and os.environ.get("RANK", "0") == _rank:
         if "FAULT_TIME" in os.environ:

@@ -38,7 +38,6 @@ CASES = [
     Case(Layout(cp=2, extra=RING), OP),
     Case(Layout(pp=2, extra=INTERLEAVED), (*FULL, *OFFLOAD)),
     Case(Layout(pp=2, extra=schedule("ZBVZeroBubble")), OP),
-    Case(Layout(tp=2), FULL, compiled=True),
     Case(Layout(pp=2, extra=INTERLEAVED), OP, compiled=True),
 ]
 

@@ -51,7 +51,11 @@ def in_bf16(arguments: list[str]) -> tuple[list[float], set[str]]:
     return losses, seen | {f"keeps {parameter.dtype}" for parameter in run.parameters()}
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], Layout(special="deep", pp=2, cp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUTS[0], pytest.param(LAYOUTS[3], marks=pytest.mark.slow), Layout(special="deep", pp=2, cp=2)],
+    ids=str,
+)
 def test_num_mp_skipped_bf16_means_the_same_in_every_layout(worlds: Worlds, layout: Layout) -> None:
     expected, _ = worlds(1).run(in_bf16, ONE.arguments)[0]
     for losses, dtypes in worlds(layout.ranks).run(in_bf16, layout.arguments):

@@ -89,7 +89,7 @@ def sgd_weights(arguments: list[str], steps: int, ignore: bool = False) -> tuple
     return initial, run.weights(), [o.loss for o in outcomes], [o.grad_norm for o in outcomes]
 
 
-@pytest.mark.parametrize(("flavor", "ignore"), [("untied", True), ("tied", False)])
+@pytest.mark.parametrize(("flavor", "ignore"), [("untied", True), pytest.param("tied", False, marks=pytest.mark.slow)])
 def test_dp_hsdp_scale_and_loss_accum(worlds: Worlds, flavor: str, ignore: bool) -> None:
     """SGD doesn't forgive a wrong scale of the gradient, as Adam does; also with unequal and with no valid labels."""
     own = [f"--model.flavor={flavor}", "--training.max_norm=0"]

@@ -190,6 +190,10 @@ DEAR = [
     Layout(tp=2, cp=2, dp=2, accumulate=2),
     Layout(replicate=2, dp=2, tp=2),
     Layout(pp=2, tp=2, accumulate=2, extra=schedule("Interleaved1F1B")),
+    Layout(pp=2, tp=2, dp=2),
+    Layout(tp=4, special="tied_deep"),
+    Layout(replicate=2, tp=2, extra=NO_SP),
+    Layout(dp=2, tp=2, accumulate=2),
 ]
 
 

@@ -65,7 +65,7 @@ def train_50_steps(worlds: Worlds, folder: Path, extra: list[str]) -> list[float
     "recipe",
     [
         pytest.param((), id="tensorwise"),
-        pytest.param(ROWWISE, id="rowwise"),
+        pytest.param(ROWWISE, id="rowwise", marks=pytest.mark.slow),
         pytest.param(HIGH_PRECISION_GRADIENT, id="gw_hp", marks=pytest.mark.slow),
     ],
 )
@@ -82,7 +82,7 @@ def test_losses_stay_near_those_of_bf16(
     [
         (Layout(dp=2), 2, ()),
         (Layout(tp=2), 1, ()),
-        (Layout(tp=2), 1, ROWWISE),
+        pytest.param(Layout(tp=2), 1, ROWWISE, marks=pytest.mark.slow),
         (Layout(pp=2), 8, (*GATHER, *PRECOMPUTE)),
         pytest.param(Layout(tp=2), 1, ("--float8.filter_fqns=output,w2,wk",), marks=pytest.mark.slow),
         pytest.param(Layout(tp=2), 1, (*GATHER, *COMPILED), marks=pytest.mark.slow),

@@ -34,6 +34,7 @@ def test_it_is_the_optimizer_after_backward_bit_for_bit(worlds: Worlds, layout: 
     assert_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_interchangeable(worlds: Worlds, tmp_path: object) -> None:
     layout = Layout(dp=2).arguments
     expected = worlds(2).run(straight, layout, f"{tmp_path}/straight")[0]
