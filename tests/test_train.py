@@ -244,6 +244,7 @@ def test_ck_load_step_that_does_not_exist(worlds: Worlds, tmp_path: Path) -> Non
     assert "999" in result.stderr and "4, 5" in result.stderr
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_ends_the_job_with_its_cause(tmp_path: Path) -> None:
     start = time.monotonic()
     result = run(

@@ -444,6 +444,7 @@ LARGE = LlamaSizes(
 )
 
 
+@pytest.mark.slow
 def test_an_import_takes_a_shard_and_a_tensor(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Llama(LARGE)

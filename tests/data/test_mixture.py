@@ -306,6 +306,7 @@ def train(arguments: Sequence[str]) -> list[dict[str, Any]]:
         return train_here([*TINY, *arguments])
 
 
+@pytest.mark.slow
 def test_runs_have_the_same_batches_in_every_layout_and_after_resumes(
     worlds: Worlds, folder: Path, tmp_path: Path
 ) -> None:

@@ -88,7 +88,7 @@ LAYOUTS = [
     Layout(pp=2),
     Layout(pp=2, cp=2),
     Layout(dp=2, extra=COMPILED),
-    Layout(tp=2, extra=(*COMPILED, *OP)),
+    pytest.param(Layout(tp=2, extra=(*COMPILED, *OP)), marks=pytest.mark.slow),
     Layout(cp=2, extra=OP),
 ]
 

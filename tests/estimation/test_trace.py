@@ -95,9 +95,13 @@ def real_messages(arguments: list[str]) -> tuple[dict[str, int], dict[str, int]]
     ("ranks", "settings"),
     [
         (2, []),
-        (4, ["parallelism.data_parallel_replicate_degree=2", "training.global_batch_size=16"]),
-        (2, ["parallelism.tensor_parallel_degree=2"]),
-        (2, ["parallelism.context_parallel_degree=2"]),
+        pytest.param(
+            4,
+            ["parallelism.data_parallel_replicate_degree=2", "training.global_batch_size=16"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(2, ["parallelism.tensor_parallel_degree=2"], marks=pytest.mark.slow),
+        pytest.param(2, ["parallelism.context_parallel_degree=2"], marks=pytest.mark.slow),
     ],
 )
 def test_messages_are_those_of_a_real_step(worlds: Worlds, ranks: int, settings: list[str]) -> None:
