@@ -117,7 +117,6 @@ def run(
         model_sizes,
         resolved_steps,
         tokenizer_path,
-        validation_text,
     )
     from titan.config.errors import UserError
     from titan.config.toml_text import to_toml
@@ -125,7 +124,7 @@ def run(
     from titan.data.loader import DataLoader
     from titan.data.sources import open_source
     from titan.data.tokenizer import build_tokenizer
-    from titan.data.validation import read_rows
+    from titan.data.validation import validation_rows
     from titan.models.spec import model_families
     from titan.observability.device import measure_peak_flops, pins_memory
     from titan.observability.logging import logger
@@ -134,12 +133,12 @@ def run(
     from titan.observability.signals import clear_requeue, mark_requeue
     from titan.parallelisms.compile import describe_compilation
     from titan.parallelisms.process_group import set_timeout
-    from titan.training.initialize import initialize_weights, materialize, set_weight_dtype
+    from titan.training.initialize import initialize_weights, materialize
     from titan.training.lr_schedule import lr_factor
     from titan.training.optimizer import build_optimizer, set_lr
     from titan.training.optimizer_groups import plan_updates
     from titan.training.reproducibility import seed_step
-    from titan.training.step import Stages, TrainStep, WholeModel, agree_on_step
+    from titan.training.step import TrainStep, agree_on_step, build_model, build_stages
     from titan.training.validate import evaluate
 
     started = time.perf_counter()
@@ -152,7 +151,6 @@ def run(
     global_batch = global_batch_size(job, dims.batch_degree)
     tokens_per_step = global_batch * job.training.seq_len
     pins = job.training.dataloader.pin_memory and pins_memory(device.type)
-    document_mask = job.model.attn_mask == "document"
     loader = DataLoader(
         open_source(job.training, tokenizer),
         tokenizer,
@@ -162,32 +160,22 @@ def run(
         batch_rank=dims.batch.get_local_rank(),
         batch_degree=dims.batch_degree,
         group=dims.batch.get_group(),
-        document_mask=document_mask,
+        document_mask=job.model.attn_mask == "document",
         pin_for=device.torch_device if pins else None,
     )
 
     validation = None
     if job.validation.enable:
-        windows = None if job.validation.steps == -1 else job.validation.steps * global_batch
-        place = dims.batch.get_local_rank(), dims.batch_degree
         with watchdog.pause("reading the validation set"):
-            validation = read_rows(validation_text(job), tokenizer, windows, *place, document_mask=document_mask)
+            validation = validation_rows(job, tokenizer, global_batch, dims)
 
     # 3. What: the model, made without memory, spread over the ranks, and only then given its share of it.
     family, sizes = model_families()[job.model.name], model_sizes(job)
-    with torch.device("meta"):
-        model = family.build(sizes)
-    set_weight_dtype(model, getattr(torch, job.training.dtype))
+    model = build_model(job)
     if job.model.print_model:
         logger.info(model)
     updates = plan_updates(job, model)
-    stages: Stages
-    if dims.pp > 1:
-        assert family.pipeline is not None  # config/checks.py
-        stages = family.pipeline(model, dims.world, dims, job, device.torch_device)
-    else:
-        family.parallelize(model, dims.world, dims, job)
-        stages = WholeModel(model)
+    stages = build_stages(model, job, dims, device.torch_device)
     for part in stages.parts:
         materialize(part, device.torch_device, weights_on_cpu=job.training.enable_cpu_offload)
     optimizer = build_optimizer(job, updates, stages.parts)

@@ -77,25 +77,23 @@ def score(loaded: LoadedConfig, global_batch: int) -> None:
     """
     from datetime import timedelta
 
-    import torch
     import torch.distributed as dist
 
     from titan.checkpoint.collective import Ranks
     from titan.checkpoint.loading import Loader
     from titan.checkpoint.state import model_tensors
-    from titan.config.derived import model_sizes, tokenizer_path, validation_text
+    from titan.config.derived import tokenizer_path
     from titan.config.toml_text import to_toml
     from titan.data.tokenizer import build_tokenizer
-    from titan.data.validation import read_rows
-    from titan.models.spec import model_families
+    from titan.data.validation import validation_rows
     from titan.observability.device import configure_allocator, find_device
     from titan.observability.logging import init_logging
     from titan.observability.metric_writers import ValidationMetrics
     from titan.parallelisms.parallel_dims import ParallelDims
     from titan.parallelisms.process_group import start_process_group
-    from titan.training.initialize import materialize, set_weight_dtype
+    from titan.training.initialize import materialize
     from titan.training.loss import set_loss
-    from titan.training.step import Stages, WholeModel
+    from titan.training.step import build_model, build_stages
     from titan.training.validate import evaluate
 
     job = loaded.config
@@ -107,17 +105,7 @@ def score(loaded: LoadedConfig, global_batch: int) -> None:
     dims = ParallelDims.from_config(job.parallelism, world_size, device.type)
     dims.build()
 
-    family, sizes = model_families()[job.model.name], model_sizes(job)
-    with torch.device("meta"):
-        model = family.build(sizes)
-    set_weight_dtype(model, getattr(torch, job.training.dtype))
-    stages: Stages
-    if dims.pp > 1:
-        assert family.pipeline is not None  # config/checks.py
-        stages = family.pipeline(model, dims.world, dims, job, device.torch_device)
-    else:
-        family.parallelize(model, dims.world, dims, job)
-        stages = WholeModel(model)
+    stages = build_stages(build_model(job), job, dims, device.torch_device)
     for part in stages.parts:
         materialize(part, device.torch_device)
     set_loss(stages.parts, job, dims)
@@ -125,10 +113,7 @@ def score(loaded: LoadedConfig, global_batch: int) -> None:
     toml = to_toml(job, loaded.origins)
     Loader(job.checkpoint, Path(job.job.dump_folder), toml, ranks, lambda: model_tensors(stages.parts)).load()
 
-    windows = None if job.validation.steps == -1 else job.validation.steps * global_batch
-    place = dims.batch.get_local_rank(), dims.batch_degree
-    tokenizer, masks = build_tokenizer(tokenizer_path(job)), job.model.attn_mask == "document"
-    rows = read_rows(validation_text(job), tokenizer, windows, *place, document_mask=masks)
+    rows = validation_rows(job, build_tokenizer(tokenizer_path(job)), global_batch, dims)
     loss = evaluate(stages, job, dims, device.torch_device, rows.microbatches)
     if rank == 0:
         for name, value in dataclasses.asdict(ValidationMetrics.of(loss, rows.bytes_per_token)).items():

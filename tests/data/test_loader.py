@@ -20,7 +20,7 @@ from titan.data.documents import BadRow
 from titan.data.loader import DataLoader, number_of_streams
 from titan.data.packing import PackedStream
 from titan.data.readers import BadRowPolicy, IndexedReader
-from titan.data.sources import open_documents
+from titan.data.sources import Source, open_documents
 from titan.data.tokenizer import build_tokenizer, document_tokens
 
 BYTES = build_tokenizer(None)
@@ -180,11 +180,10 @@ def texts_for(count: int) -> list[str | None]:
     return ["".join(chr(97 + (i * 7 + j) % 26) for j in range(5 + i * 13 % 40)) for i in range(count)]
 
 
-def make_loader(texts: list[str | None], local: int, batch: int, prefetch: int = 2, **settings: Any) -> DataLoader:
-    training = Training(**({"seq_len": 16, "local_batch_size": local} | settings))
-    training.dataloader.prefetch_factor = prefetch
+def open_loader(source: Source, training: Training, batch: int) -> DataLoader:
+    """This rank's loader of global batches of bytes."""
     return DataLoader(
-        Listed(texts),
+        source,
         BYTES,
         training,
         seed=3,
@@ -193,6 +192,12 @@ def make_loader(texts: list[str | None], local: int, batch: int, prefetch: int =
         batch_degree=dist.get_world_size(),
         group=dist.group.WORLD,
     )
+
+
+def make_loader(texts: list[str | None], local: int, batch: int, prefetch: int = 2, **settings: Any) -> DataLoader:
+    training = Training(**({"seq_len": 16, "local_batch_size": local} | settings))
+    training.dataloader.prefetch_factor = prefetch
+    return open_loader(Listed(texts), training, batch)
 
 
 def whole_steps(loader: DataLoader, count: int) -> list[list[list[int]]]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.data.test_loader import BYTES, whole_steps
+from tests.data.test_loader import BYTES, open_loader, whole_steps
 from tests.data.test_shares import furthest
 from tests.data.test_workers import allow_children
 from tests.data.tiny_data import documents, json_lines, write
@@ -68,16 +68,7 @@ def make_loader(
         sources=sources, source_stages=list(stages), seq_len=SEQ_LEN, local_batch_size=local, **settings
     )
     training.dataloader.num_workers = workers
-    return DataLoader(
-        open_source(training, BYTES),
-        BYTES,
-        training,
-        seed=3,
-        global_batch=batch,
-        batch_rank=dist.get_rank(),
-        batch_degree=dist.get_world_size(),
-        group=dist.group.WORLD,
-    )
+    return open_loader(open_source(training, BYTES), training, batch)
 
 
 def take(

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
-from tests.data.test_loader import whole_steps
+from tests.data.test_loader import open_loader, whole_steps
 from tests.data.test_prepare import BYTES, prepared, rows_file
 from tests.distributed.world import Worlds
 from titan.config.errors import UserError
@@ -98,16 +97,7 @@ def make_loader(folder: str, local: int, batch: int, workers: int = 0, **setting
         **({"dataset": "tokens", "dataset_path": folder, "seq_len": 16, "local_batch_size": local} | settings)
     )
     training.dataloader.num_workers = workers
-    return DataLoader(
-        open_source(training, BYTES),
-        BYTES,
-        training,
-        seed=3,
-        global_batch=batch,
-        batch_rank=dist.get_rank(),
-        batch_degree=dist.get_world_size(),
-        group=dist.group.WORLD,
-    )
+    return open_loader(open_source(training, BYTES), training, batch)
 
 
 def steps(folder: str, local: int, counts: list[int], state: Any = None, **settings: Any) -> tuple[list[Any], Any]:

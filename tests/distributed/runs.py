@@ -13,15 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import tests.distributed.tiny_models  # noqa: F401  (registers the family)
-from titan.config.derived import model_sizes
 from titan.config.loader import LoadedConfig, load_and_check
 from titan.data.microbatch import Microbatch
-from titan.models.spec import model_families
 from titan.parallelisms.parallel_dims import ParallelDims
-from titan.training.initialize import initialize_weights, materialize, set_weight_dtype
+from titan.training.initialize import initialize_weights, materialize
 from titan.training.optimizer import Optimizer, build_optimizer
 from titan.training.optimizer_groups import plan_updates
-from titan.training.step import Stages, StepOutcome, TrainStep, WholeModel, agree_on_step
+from titan.training.step import StepOutcome, TrainStep, agree_on_step, build_model, build_stages
 
 TINY = [
     "--experimental.custom_import=tests.distributed.tiny_models",
@@ -64,18 +62,10 @@ class SmallRun:
         self.config = config = load_and_check([*TINY, *arguments], dist.get_world_size()).config
         self.dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
         self.dims.build()
-        family, sizes = model_families()[config.model.name], model_sizes(config)
         cpu = torch.device("cpu")
-        with torch.device("meta"):
-            model = family.build(sizes)
-        set_weight_dtype(model, getattr(torch, config.training.dtype))
+        model = build_model(config)
         updates = plan_updates(config, model)
-        self.stages: Stages
-        if self.dims.pp > 1:
-            self.stages = family.pipeline(model, self.dims.world, self.dims, config, cpu)
-        else:
-            family.parallelize(model, self.dims.world, self.dims, config)
-            self.stages = WholeModel(model)
+        self.stages = build_stages(model, config, self.dims, cpu)
         for part in self.stages.parts:
             materialize(part, cpu, weights_on_cpu=config.training.enable_cpu_offload)
             initialize_weights(part, config.debug.seed)

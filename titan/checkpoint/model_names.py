@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+from titan.checkpoint.drift import read_config
 from titan.checkpoint.huggingface_config import differing_sizes
 from titan.config import checks
 from titan.config.derived import model_sizes
@@ -15,11 +15,6 @@ from titan.config.job_config import JobConfig
 from titan.config.loader import load_config
 from titan.config.rules import MODEL_KEYS
 from titan.models.spec import model_families
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 def named_model(arguments: Sequence[str]) -> JobConfig | None:
@@ -33,10 +28,9 @@ def named_model(arguments: Sequence[str]) -> JobConfig | None:
 
 def model_of_manifest(text: str) -> JobConfig:
     """[model], and the module that registers it, of a resolved config; what else it says isn't looked at."""
-    table = tomllib.loads(text)
+    saved = read_config(text)
     keys = [key for key in all_settings() if key.startswith("model.")] + ["experimental.custom_import"]
-    given = {key: table.get(key.partition(".")[0], {}).get(key.partition(".")[2]) for key in keys}
-    return _check_model(build({key: value for key, value in given.items() if value is not None}))
+    return _check_model(build({key: saved[key] for key in keys if key in saved}))
 
 
 def _check_model(config: JobConfig) -> JobConfig:

@@ -21,9 +21,9 @@ from titan.checkpoint.manifest import MANIFEST_FILE, ManifestError, find_damage,
 from titan.checkpoint.meta_files import PARAMS_FILE, open_meta
 from titan.checkpoint.model_names import model_of_manifest, model_of_sizes
 from titan.checkpoint.safetensors_files import StoredTensor, read_slice, stored_tensors
-from titan.checkpoint.state import TensorInfo, describe
+from titan.checkpoint.state import TensorInfo, compare, describe
 from titan.checkpoint.tensor_files import stored_tensors as tensors_of_dcp
-from titan.checkpoint.weights import StoredWeights, compare
+from titan.checkpoint.weights import StoredWeights, refuse_other_model
 from titan.config.derived import model_sizes, tokenizer_path
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
@@ -138,7 +138,7 @@ def _checked(place: str, source: Source) -> StoredWeights:
                 "isn't either, by --model.flavor"
             )
     own = {name: info for name, info in weights.infos.items() if name not in ties}
-    compare(place, own, infos)
+    refuse_other_model(place, *compare(own, infos))
     return StoredWeights({name: own[name] for name in infos}, weights.get)
 
 

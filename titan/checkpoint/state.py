@@ -151,16 +151,9 @@ def check_same_model(place: str, stored: Mapping[str, TensorInfo], ours: Mapping
     Raises:
         UserError: naming the first few differences of each kind.
     """
-    missing = [name for name in ours if name not in stored]
-    unexpected = [name for name in stored if name not in ours]
-    reshaped = [
-        f"{name} (stored {list(stored[name].shape)}, here {list(info.shape)})"
-        for name, info in ours.items()
-        if name in stored and stored[name].shape != info.shape
-    ]
+    missing, unexpected, reshaped = compare(stored, ours)
     kinds = {"not in the checkpoint": missing, "only in the checkpoint": unexpected, "of another shape": reshaped}
-    found = [f"  - {len(names)} {kind}: {_first_few(names)}" for kind, names in kinds.items() if names]
-    if found:
+    if found := described(kinds):
         raise UserError(
             f"{place} is a checkpoint of another model or optimizer:\n"
             + "\n".join(found)
@@ -170,6 +163,31 @@ def check_same_model(place: str, stored: Mapping[str, TensorInfo], ours: Mapping
     cast = [f"{name} ({stored[name].dtype} to {info.dtype})" for name, info in ours.items() if stored[name] != info]
     if cast:
         logger.warning(f"casting what {place} holds in another dtype, {len(cast)} in all: {_first_few(cast)}")
+
+
+class Differences(NamedTuple):
+    """Names of tensors that aren't the same in two places; of `reshaped` ones with both shapes."""
+
+    missing: list[str]
+    unexpected: list[str]
+    reshaped: list[str]
+
+
+def compare(stored: Mapping[str, TensorInfo], ours: Mapping[str, TensorInfo]) -> Differences:
+    """What stored tensors lack of ours, what they have besides, and what has another shape; types may differ."""
+    reshaped = [
+        f"{name} (stored {list(stored[name].shape)}, here {list(info.shape)})"
+        for name, info in ours.items()
+        if name in stored and stored[name].shape != info.shape
+    ]
+    return Differences(
+        [name for name in ours if name not in stored], [name for name in stored if name not in ours], reshaped
+    )
+
+
+def described(kinds: Mapping[str, Sequence[str]]) -> list[str]:
+    """A line of a message for each kind of difference that there is, with its first few names."""
+    return [f"  - {len(names)} {kind}: {_first_few(names)}" for kind, names in kinds.items() if names]
 
 
 def _first_few(names: Sequence[str], count: int = 3) -> str:

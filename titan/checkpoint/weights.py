@@ -8,11 +8,9 @@ from typing import Protocol
 
 import torch
 
-from titan.checkpoint.state import TensorInfo, describe
+from titan.checkpoint.state import TensorInfo, describe, described
 from titan.config.errors import UserError
 from titan.parallelisms.float8 import unwrapped
-
-_SHOWN = 3
 
 
 class Weights(Protocol):
@@ -82,26 +80,5 @@ def refuse_other_model(place: str, missing: Sequence[str], unexpected: Sequence[
     Raises:
         UserError: any of these isn't empty; it lists the first few.
     """
-    kinds = {"missing": missing, "not the model's": unexpected, "of another shape": reshaped}
-    found = [
-        f"  - {len(names)} {kind}: {', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
-        for kind, names in kinds.items()
-        if names
-    ]
-    if found:
+    if found := described({"missing": missing, "not the model's": unexpected, "of another shape": reshaped}):
         raise UserError(f"the weights in {place} are of another model:\n" + "\n".join(found))
-
-
-def compare(place: str, stored: Mapping[str, TensorInfo], ours: Mapping[str, TensorInfo]) -> None:
-    """Refuse weights whose names or shapes aren't the model's; types may differ.
-
-    Raises:
-        UserError: as `refuse_other_model`.
-    """
-    reshaped = [
-        f"{name} (stored {list(stored[name].shape)}, here {list(info.shape)})"
-        for name, info in ours.items()
-        if name in stored and stored[name].shape != info.shape
-    ]
-    missing = [name for name in ours if name not in stored]
-    refuse_other_model(place, missing, [name for name in stored if name not in ours], reshaped)

@@ -1,5 +1,8 @@
 """Errors that the user can mend: shown as text, never as a traceback."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(Exception):
     """A mistake of the user's. The message names the thing, its value, what was expected and the nearest fix."""
@@ -22,3 +25,12 @@ class ConfigError(UserError):
         self.mistakes = mistakes
         count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
         super().__init__(f"{count} in the config:\n" + "\n".join(f"  - {mistake}" for mistake in mistakes))
+
+
+@contextmanager
+def refused_by_system(setting: str) -> Iterator[None]:
+    """Make an OSError inside the block a UserError that begins with the setting and its value."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{setting}: {error.strerror}") from error

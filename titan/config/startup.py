@@ -12,7 +12,7 @@ from pathlib import Path
 from titan.config import checks, checks_data
 from titan.config.command_line import wants_help
 from titan.config.derived import tokenizer_path
-from titan.config.errors import ConfigError, UserError
+from titan.config.errors import ConfigError, UserError, refused_by_system
 from titan.config.job_config import Training
 from titan.config.loader import LoadedConfig, load_and_check, load_and_check_plan, load_config
 from titan.config.toml_text import to_toml
@@ -117,7 +117,7 @@ def _save(loaded: LoadedConfig) -> None:
     target = loaded.config.job.save_config_file
     if target is None or not _is_first_rank():
         return
-    with _refused_by_system(f'job.save_config_file = "{target}"'):
+    with refused_by_system(f'job.save_config_file = "{target}"'):
         _write(Path(target), loaded)
 
 
@@ -132,7 +132,7 @@ def save_config(loaded: LoadedConfig) -> None:
     folder = Path(loaded.config.job.dump_folder)
     if loaded.config.checkpoint.load_only or not _is_first_rank():
         return
-    with _refused_by_system(f'job.dump_folder = "{folder}"'):
+    with refused_by_system(f'job.dump_folder = "{folder}"'):
         draft = folder / ".config.toml.draft"
         _write(draft, loaded)
         draft.replace(folder / "config.toml")
@@ -141,15 +141,6 @@ def save_config(loaded: LoadedConfig) -> None:
 def _write(path: Path, loaded: LoadedConfig) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(to_toml(loaded.config, loaded.origins), encoding="utf-8")
-
-
-@contextmanager
-def _refused_by_system(setting: str) -> Iterator[None]:
-    """Make an OSError inside the block a UserError that begins with the setting and its value."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{setting}: {error.strerror}") from error
 
 
 def _is_first_rank() -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from titan.data.packing import Reader, State, Window
+from titan.data.packing import Reader, State, Window, take_windows
 from titan.data.shuffle import Permutation
 
 _BLOCK_WINDOWS = 128  # what a block's tokens would fill; with fewer there is more padding, with more a resume waits
@@ -37,13 +37,7 @@ class BestFitStream:
 
     def take(self, count: int, wanted: range) -> list[Window] | None:
         """See `WindowStream`."""
-        windows = []
-        for place in range(count):
-            if (window := self._next_window()) is None:
-                return None
-            if place in wanted:
-                windows.append(window)
-        return windows
+        return take_windows(self._next_window, count, wanted)
 
     def _next_window(self) -> Window | None:
         if self._next == len(self._windows):  # the block is used up

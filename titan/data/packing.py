@@ -64,6 +64,17 @@ class _Piece(NamedTuple):
     tokens: np.ndarray
 
 
+def take_windows(next_window: Callable[[], Window | None], count: int, wanted: range) -> list[Window] | None:
+    """What `WindowStream.take` returns, of a stream that makes every window in order."""
+    windows = []
+    for place in range(count):
+        if (window := next_window()) is None:
+            return None
+        if place in wanted:
+            windows.append(window)
+    return windows
+
+
 class PackedStream:
     """Windows of one stream of documents; see `WindowStream`."""
 
@@ -81,13 +92,7 @@ class PackedStream:
 
     def take(self, count: int, wanted: range) -> list[Window] | None:
         """See `WindowStream`."""
-        windows = []
-        for place in range(count):
-            if (window := self.next_window()) is None:
-                return None
-            if place in wanted:
-                windows.append(window)
-        return windows
+        return take_windows(self.next_window, count, wanted)
 
     def next_window(self) -> Window | None:
         """The next `seq_len + 1` tokens; None when the data ends before."""

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from titan.config.derived import validation_text
 from titan.config.errors import UserError
-from titan.config.job_config import Training
+from titan.config.job_config import JobConfig, Training
 from titan.data.microbatch import Microbatch, lay_out
 from titan.data.packing import PackedStream, Window
 from titan.data.readers import BadRowPolicy, open_reader
@@ -17,6 +18,7 @@ from titan.data.sources import TOKENS, open_documents
 from titan.data.token_files import open_token_files
 from titan.data.token_windows import read_window
 from titan.data.tokenizer import Tokenizer, document_tokens
+from titan.parallelisms.parallel_dims import ParallelDims
 
 
 class Rows(NamedTuple):
@@ -29,6 +31,26 @@ class Rows(NamedTuple):
 
     microbatches: list[Microbatch]
     bytes_per_token: float | None
+
+
+def validation_rows(config: JobConfig, tokenizer: Tokenizer, global_batch: int, dims: ParallelDims) -> Rows:
+    """This rank's rows of the validation set that a config names.
+
+    Args:
+        global_batch: windows that validation.steps counts by.
+
+    Raises:
+        UserError: as `read_rows`.
+    """
+    steps = config.validation.steps
+    return read_rows(
+        validation_text(config),
+        tokenizer,
+        None if steps == -1 else steps * global_batch,
+        dims.batch.get_local_rank(),
+        dims.batch_degree,
+        document_mask=config.model.attn_mask == "document",
+    )
 
 
 def read_rows(

@@ -25,13 +25,12 @@ from titan.estimation.replay import REPEATED
 from titan.estimation.tracer import Tracer
 from titan.models.batch import Batch
 from titan.models.layers.head import Head
-from titan.models.spec import model_families
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.training.gradients import local_part
-from titan.training.initialize import materialize, set_weight_dtype
+from titan.training.initialize import materialize
 from titan.training.optimizer import ModelOptimizer, build_optimizer
 from titan.training.optimizer_groups import plan_updates
-from titan.training.step import Stages, TrainStep, WholeModel
+from titan.training.step import Stages, TrainStep, build_model, build_stages
 
 _CPU = torch.device("cpu")  # what fake tensors pretend to be on; any other needs a build of torch that has it
 _MICROBATCHES = 3  # traced at most: the first, which finds no gradients, one like all others, and the last
@@ -60,27 +59,18 @@ def trace_step(
     with fake_world(world_size, rank), torchtitan_2024() if compat else nullcontext():
         dims = ParallelDims.from_config(job.parallelism, world_size)
         dims.build()
-        family = model_families()[job.model.name]
         sizes = model_sizes(job)
         if dims.pp == 1:
             sizes = dataclasses.replace(cast(Any, sizes), n_layers=layers)
-        with torch.device("meta"):
-            model = family.build(sizes)
-        set_weight_dtype(model, getattr(torch, job.training.dtype))
+        model = build_model(job, sizes)
         updates = plan_updates(job, model)
         tracer = Tracer(_dimension_names(dims))
         compiled = compiles(job, "model")
         if compiled:
             backend = cast(Any, fusing_backend(tracer))  # torch takes functions, too
             job = dataclasses.replace(job, compile=dataclasses.replace(job.compile, backend=backend))
-        inner: Stages
-        if dims.pp > 1:
-            assert family.pipeline is not None  # config/checks.py
-            with _fewer_layers(job, layers):
-                inner = family.pipeline(model, dims.world, dims, job, _CPU)
-        else:
-            family.parallelize(model, dims.world, dims, job)
-            inner = WholeModel(model)
+        with _fewer_layers(job, layers) if dims.pp > 1 else nullcontext():
+            inner = build_stages(model, job, dims, _CPU)
         del model
         parts = inner.parts
         numbering = _number_layers(parts, job, layers, period)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from titan.config.derived import model_sizes
+from titan.config.errors import refused_by_system
 from titan.config.loader import LoadedConfig
 from titan.estimation.calibrate import read_calibration
 from titan.estimation.changes import fitting_changes
@@ -14,7 +15,6 @@ from titan.estimation.hardware import find_hardware
 from titan.estimation.methods import METHODS
 from titan.estimation.report import Report
 from titan.estimation.time import step_time
-from titan.estimation.write import write_text
 from titan.models.spec import model_families
 
 DOESNT_FIT_STATUS = 3
@@ -61,5 +61,7 @@ def estimate(loaded: LoadedConfig, world_size: int) -> int:
     for line in [*(f"warning: {warning}" for warning in loaded.warnings), *report.lines()]:
         print(line)
     if (target := loaded.config.estimation.json) is not None:
-        write_text("estimation.json", target, json.dumps(report.as_json(), indent=2) + "\n")
+        text = json.dumps(report.as_json(), indent=2) + "\n"
+        with refused_by_system(f'estimation.json = "{target}"'):
+            Path(target).expanduser().write_text(text, encoding="utf-8")
     return 0 if report.fits else DOESNT_FIT_STATUS

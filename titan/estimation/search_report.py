@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan.config import checks
-from titan.config.errors import UserError
+from titan.config.errors import UserError, refused_by_system
 from titan.config.fields import value_of
 from titan.config.given import COMMAND_LINE
 from titan.config.job_config import JobConfig
@@ -20,7 +20,6 @@ from titan.estimation.changes import Change, with_settings
 from titan.estimation.hardware import GIB, Hardware, find_hardware
 from titan.estimation.search import TIE, Candidate, find_layouts, layers_per_stage
 from titan.estimation.time import BAND
-from titan.estimation.write import write_text
 
 NOTHING_FITS_STATUS = 3
 
@@ -83,7 +82,9 @@ def search(loaded: LoadedConfig, world_size: int) -> int:
     for line in explain(ranked):
         print(line)
     if (target := config.estimation.search_output) is not None:
-        write_text("estimation.search_output", target, as_toml(loaded, ranked[0], Path(target)))
+        text = as_toml(loaded, ranked[0], Path(target))
+        with refused_by_system(f'estimation.search_output = "{target}"'):
+            Path(target).expanduser().write_text(text, encoding="utf-8")
         print(f"written to {target}")
     return 0
 

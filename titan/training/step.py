@@ -5,23 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from titan.config.derived import model_sizes
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
 from titan.data.microbatch import Microbatch
 from titan.models.batch import Batch
 from titan.models.layers.head import IGNORED, Labels
+from titan.models.spec import model_families
 from titan.observability.logging import logger
 from titan.parallelisms.context import SequenceShards
 from titan.parallelisms.float8 import precompute_scales, precomputes_scales, refuse_unconverted
 from titan.parallelisms.fsdp import reduce_over_replicas
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.training.gradients import clip_gradients, gradient_norm
+from titan.training.initialize import set_weight_dtype
 from titan.training.loss import set_loss
 from titan.training.optimizer import Optimizer, OptimizerInBackward
 
@@ -146,6 +149,28 @@ class WholeModel:
         """See `Stages`."""
         loss: torch.Tensor = self.parts[0](batch.tokens, **batch.keywords)
         return loss
+
+
+def build_model(config: JobConfig, sizes: Any = None) -> nn.Module:
+    """The model of a config on the meta device, its weights of training.dtype.
+
+    Args:
+        sizes: others than the config's.
+    """
+    with torch.device("meta"):
+        model = model_families()[config.model.name].build(sizes or model_sizes(config))
+    set_weight_dtype(model, getattr(torch, config.training.dtype))
+    return model
+
+
+def build_stages(model: nn.Module, config: JobConfig, dims: ParallelDims, device: torch.device) -> Stages:
+    """Spread a model of `build_model` over the ranks, before its weights have memory."""
+    family = model_families()[config.model.name]
+    if dims.pp > 1:
+        assert family.pipeline is not None  # config/checks_pipeline.py
+        return family.pipeline(model, dims.world, dims, config, device)
+    family.parallelize(model, dims.world, dims, config)
+    return WholeModel(model)
 
 
 class TrainStep:
