@@ -22,7 +22,7 @@ train: setup
 	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train.py --job.config_file debug.toml $(ARGS)
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadgroup
 
 test-all: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest

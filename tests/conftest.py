@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,3 +12,13 @@ def worlds() -> Iterator[Worlds]:
     worlds = Worlds()
     yield worlds
     worlds.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For pytest-xdist: one process takes all tests that run in worlds, so that these are started once, the other takes
+    the rest meanwhile. Whole programs come first (tests/test_*.py), for they wait much and leave the cores free."""
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+    for item in items:
+        if "worlds" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("worlds"))
