@@ -128,8 +128,11 @@ def run(
     from titan.models.spec import model_families
     from titan.observability.device import measure_peak_flops, pins_memory
     from titan.observability.logging import logger
+    from titan.observability.memory_snapshots import open_memory_snapshots
     from titan.observability.metrics import MetricsLogger, StepResult
     from titan.observability.plan import describe_text
+    from titan.observability.profiling import Profiler
+    from titan.observability.regions import region
     from titan.observability.signals import clear_requeue, mark_requeue
     from titan.parallelisms.compile import describe_compilation
     from titan.parallelisms.process_group import set_timeout
@@ -171,6 +174,7 @@ def run(
 
     # 3. What: the model, made without memory, spread over the ranks, and only then given its share of it.
     family, sizes = model_families()[job.model.name], model_sizes(job)
+    snapshots = open_memory_snapshots(job.profiling, Path(job.job.dump_folder), device, rank)
     model = build_model(job)
     if job.model.print_model:
         logger.info(model)
@@ -233,6 +237,15 @@ def run(
         flops=family.flops_per_token(sizes, job.training.seq_len),
         peak_flops=measured or device.peak_flops(precision),
     )
+    profiler = Profiler(
+        job.profiling,
+        dump_folder,
+        device=device,
+        rank=rank,
+        first_step=step + 1,
+        parts=stages.parts,
+        snapshots=snapshots,
+    )
     train_step = TrainStep(stages, optimizer, job, dims, device.torch_device)
 
     def save_if_due(*, last: bool) -> None:
@@ -248,8 +261,10 @@ def run(
         while step < steps:
             limit = "init_timeout_seconds" if step < first_step else "train_timeout_seconds"
             watchdog.expect(f"step {step + 1}", getattr(job.comm, limit), f"comm.{limit}")
+            profiler.begin(step + 1)
             waiting = time.perf_counter()
-            microbatches = loader.next_step()
+            with region("data"):
+                microbatches = loader.next_step()
             data_seconds = time.perf_counter() - waiting
             agreed = agree_on_step(microbatches, dims.ranks_per_row, stop=signals is not None and signals.received)
             if microbatches is None or agreed.data_ended or agreed.stop:
@@ -271,10 +286,17 @@ def run(
             metrics.step(
                 StepResult(step, outcome.loss, outcome.grad_norm, lr, tokens_per_step, data_seconds, fingerprint)
             )
+            profiler.end()
             if step == first_step:
                 set_timeout(job.comm.train_timeout_seconds)
                 compiling = f"; {describe_compilation()}" if job.compile.enable else ""
                 logger.info(f"First step done {time.perf_counter() - started:.1f} s after the start{compiling}")
+            if profiler.writes_after(step):
+                set_timeout(job.comm.init_timeout_seconds)  # ranks write for different times, and then wait for all
+                with metrics.pause("profiling"), watchdog.pause(f"writing the trace of step {step}"):
+                    profiler.write(step)
+                    dist.all_reduce(torch.zeros(1))
+                set_timeout(job.comm.train_timeout_seconds)
             if step % job.training.gc_freq == 0:
                 gc.collect(1)
             if validation and (step % job.validation.freq == 0 or step == steps):
@@ -294,8 +316,13 @@ def run(
         metrics.flush()
         if stopped and rank == 0 and not job.checkpoint.load_only:
             mark_requeue(dump_folder, step)
+    except torch.OutOfMemoryError:
+        with watchdog.pause("writing what filled the memory"):
+            profiler.out_of_memory(step)
+        raise
     finally:
         gc.enable()
+        profiler.close()
         loader.close()
         checkpoint.close()
         metrics.close()

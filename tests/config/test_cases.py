@@ -30,6 +30,7 @@ def test_cfg_unknown_key(mistakes: Mistakes) -> None:
         "metrics.log_freq",
         "checkpoint.interval",
         "training.gc_freq",
+        "profiling.profile_freq",
         "training.seq_len",
         "training.steps",
         "training.local_batch_size",
@@ -39,6 +40,25 @@ def test_cfg_zero_freq(key: str, value: int, mistakes: Mistakes) -> None:
     section, _, name = key.rpartition(".")
     for found in (mistakes(f"[{section}]\n{name} = {value}"), mistakes("", f"--{key}", str(value))):
         assert len(found) == 1 and key in found[0] and "at least 1" in found[0]
+
+
+def test_cfg_zero_freq_of_a_profilers_period(load: Load, mistakes: Mistakes) -> None:
+    short = ["--profiling.profile_freq=2", "--profiling.profiler_warmup=3", "--profiling.profiler_active=1"]
+    for arguments in (short, [*short, "--profiling.enable_profiling"]):
+        (mistake,) = mistakes("", *arguments)
+        assert "profiler_warmup 3 + profiling.profiler_active 1 = 4; set it to 4 or more" in mistake
+    load("", "--profiling.enable_profiling", "--profiling.profile_freq=4")  # the defaults fill it
+    load("", *short, "--profiling.enable_memory_snapshot")  # which has no windows
+
+
+def test_profiling_that_writes_nothing(load: Load, mistakes: Mistakes) -> None:
+    for key in ("profiling.enable_profiling", "profiling.enable_memory_snapshot"):
+        (mistake,) = mistakes("", f"--{key}", "--checkpoint.load_only", "--checkpoint.enable")
+        assert f"{key} = true writes to job.dump_folder" in mistake
+    short = load("", "--profiling.enable_profiling", "--training.steps=9")
+    assert any(
+        "the first trace ends with step profiling.profile_freq = 10, the run with step 9" in w for w in short.warnings
+    )
 
 
 def test_cfg_degrees(load: Load, mistakes: Mistakes) -> None:

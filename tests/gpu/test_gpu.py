@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -76,3 +77,12 @@ def test_ck_async_race(tmp_path: Path, mode: str) -> None:
     for step in (1, 2, 3):
         again = train(tmp_path, *checkpoint, f"--checkpoint.load_step={step}", "--checkpoint.verify=checksum")
         assert [row["loss"] for row in again] == pytest.approx([row["loss"] for row in straight], rel=1e-5), step
+
+
+def test_traces_show_the_gpu_and_its_memory_is_written(tmp_path: Path) -> None:
+    own = ["--profiling.enable_profiling", "--profiling.profile_freq=4", "--profiling.enable_memory_snapshot"]
+    train(tmp_path, *own)
+    summary = (tmp_path / "profile_traces" / "step-4" / "rank-0.txt").read_text()
+    assert summary.startswith("rank 0: the device in step 4\n")
+    snapshot = pickle.loads((tmp_path / "memory_snapshot" / "step-4" / "rank-0.pickle").read_bytes())
+    assert snapshot["segments"] and snapshot["device_traces"][0]

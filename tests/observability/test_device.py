@@ -1,5 +1,6 @@
 """titan/observability/device.py, with accelerators played by monkeypatches."""
 
+import inspect
 import os
 import platform
 import re
@@ -13,7 +14,16 @@ import titan
 from scripts import benchmark
 from titan.config.errors import UserError
 from titan.observability import device as device_module
-from titan.observability.device import Device, configure_allocator, find_device, measure_peak_flops
+from titan.observability.device import (
+    Device,
+    configure_allocator,
+    find_device,
+    is_collective_kernel,
+    measure_peak_flops,
+    record_memory,
+    records_memory,
+    write_memory_snapshot,
+)
 
 LARGE_LOGITS = [
     "--experimental.custom_import=scripts.benchmarks.sizes",
@@ -207,6 +217,39 @@ def test_measured_peak_is_positive_and_leaves_the_random_numbers_alone(cpu: Devi
     state = torch.get_rng_state()
     assert measure_peak_flops(cpu, torch.float32) > 1e8
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_memory_is_recorded_where_torch_can(monkeypatch: pytest.MonkeyPatch, cpu: Device, tmp_path: Path) -> None:
+    """Torch's functions for it take what they are given."""
+    assert records_memory(gpu("NVIDIA H100 80GB HBM3")) and not records_memory(cpu)
+    called: dict[str, dict[str, object]] = {}
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        signature = inspect.signature(getattr(torch.cuda.memory, name))
+
+        def stand_in(*args: object, name: str = name, signature: inspect.Signature = signature, **keys: object) -> None:
+            called[name] = signature.bind(*args, **keys).arguments
+
+        monkeypatch.setattr(torch.cuda.memory, name, stand_in)
+    record_memory(10)
+    write_memory_snapshot(tmp_path / "a.pickle")
+    assert called == {
+        "_record_memory_history": {"stacks": "python", "max_entries": 10},
+        "_dump_snapshot": {"filename": str(tmp_path / "a.pickle")},
+    }
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sends"),
+    [
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", True),
+        ("ncclKernel_ReduceScatter_RING_LL_Sum_bf16(ncclDevComm*, unsigned long, ncclWork*)", True),
+        ("oneccl_allreduce_kernel", True),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", False),
+        ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NTT", False),
+    ],
+)
+def test_collectives_are_known_by_their_kernels(kernel: str, sends: bool) -> None:
+    assert is_collective_kernel(kernel) == sends
 
 
 def test_no_other_file_names_an_accelerator() -> None:

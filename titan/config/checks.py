@@ -20,6 +20,7 @@ from titan.config import (
     checks_optimizer,
     checks_parallelism,
     checks_pipeline,
+    checks_profiling,
 )
 from titan.config.derived import (
     batch_degree,
@@ -142,6 +143,7 @@ RULES = (
     *checks_data.RULES,
     *checks_documents.RULES,
     *checks_checkpoint.RULES,
+    *checks_profiling.RULES,
 )
 
 
@@ -166,6 +168,7 @@ def warn(config: JobConfig, world_size: int, origins: Mapping[str, str]) -> list
         *checks_optimizer.warnings(config, origins),
         *checks_float8.warnings(config),
         *_validation_warnings(config),
+        *checks_profiling.warnings(config, steps),
     ]
     if config.training.total_tokens is not None and origins["training.steps"] != DEFAULT:
         warnings.append(

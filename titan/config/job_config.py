@@ -473,6 +473,23 @@ class Metrics:
 
 
 @dataclass
+class Profiling:
+    enable_profiling: bool = setting(False, "Write traces of chosen steps, for each rank, with a summary beside each.")
+    save_traces_folder: str = setting("profile_traces", "Folder for traces, within job.dump_folder.")
+    profile_freq: int = setting(
+        10, "Steps between the ends of two traces, and between two snapshots of the memory.", minimum=1
+    )
+    profiler_active: int = setting(1, "Steps in a trace: the last ones of each profile_freq.", minimum=1)
+    profiler_warmup: int = setting(3, "Steps before those in which the profiler runs and keeps nothing.", minimum=0)
+    enable_memory_snapshot: bool = setting(
+        False, "Write what a GPU's memory holds every profile_freq steps, and when it has run out."
+    )
+    save_memory_snapshot_folder: str = setting(
+        "memory_snapshot", "Folder for snapshots of the memory, within job.dump_folder."
+    )
+
+
+@dataclass
 class Validation:
     enable: bool = setting(False, "Measure the loss on a validation set every validation.freq steps and at the end.")
     dataset: str | None = setting(None, "Dataset as training.dataset names it; unset: the training set's.")
@@ -567,6 +584,7 @@ class JobConfig:
     float8: Float8 = field(default_factory=Float8)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
     validation: Validation = field(default_factory=Validation)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)

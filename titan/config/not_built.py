@@ -40,13 +40,6 @@ NOT_BUILT = {
     "parallelism.expert_parallel_degree": _not_built("expert parallelism isn't", 1),
     "parallelism.expert_tensor_parallel_degree": _not_built("expert parallelism isn't", 1),
     "metrics.enable_wandb": _not_built("Weights & Biases isn't", False),
-    "profiling.enable_profiling": _not_built("profiling isn't", False),
-    "profiling.save_traces_folder": _only_beside(),
-    "profiling.profile_freq": _only_beside(),
-    "profiling.profiler_active": _only_beside(),
-    "profiling.profiler_warmup": _only_beside(),
-    "profiling.enable_memory_snapshot": _not_built("the memory snapshot isn't", False),
-    "profiling.save_memory_snapshot_folder": _only_beside(),
 }
 
 # Choices of keys that are built: (key, value) -> the reason.

@@ -148,6 +148,30 @@ def pin_memory_of(tensor: torch.Tensor) -> None:
         pin_memory(tensor.data_ptr(), tensor.nbytes)
 
 
+def records_memory(device: Device) -> bool:
+    """Whether torch can record what this device's memory is used for."""
+    return device.type == "cuda"
+
+
+def record_memory(events: int) -> None:
+    """From here on remember this many of the last allocations and frees of the accelerator, with Python's stacks."""
+    torch.cuda.memory._record_memory_history(max_entries=events, stacks="python")
+
+
+def write_memory_snapshot(path: Path) -> None:
+    """Write what the accelerator's memory holds, and what is remembered of before, as a pickle.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
+def is_collective_kernel(name: str) -> bool:
+    """Whether a kernel of this name is one of NCCL's, RCCL's or oneCCL's, which sends rather than computes."""
+    return re.search(r"(nccl|rccl|oneccl)", name, re.IGNORECASE) is not None
+
+
 def configure_allocator() -> None:
     """Set up the allocators of the accelerator and of the CPU for tensors that come and go alike in every step.
 

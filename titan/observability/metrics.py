@@ -87,7 +87,7 @@ class MetricsLogger:
         self._writers = open_writers(settings, dump_folder, rank, start_step)
         self._console = Console(settings, total_steps, start_step) if rank == 0 else None
         self._window: list[StepResult] = []
-        self._paused = {"checkpoint": 0.0, "validation": 0.0}
+        self._paused = {"checkpoint": 0.0, "validation": 0.0, "profiling": 0.0}
         self._first_step_end: float | None = None
         self._window_start = clock()
 
@@ -129,7 +129,7 @@ class MetricsLogger:
             writer.write(step, asdict(metrics))
 
     @contextmanager
-    def pause(self, name: Literal["checkpoint", "validation"]) -> Iterator[None]:
+    def pause(self, name: Literal["checkpoint", "validation", "profiling"]) -> Iterator[None]:
         """Time spent in this context isn't training time."""
         start = self._clock()
         try:

@@ -19,6 +19,7 @@ from titan.models.batch import Batch
 from titan.models.layers.head import IGNORED, Labels
 from titan.models.spec import model_families
 from titan.observability.logging import logger
+from titan.observability.regions import region
 from titan.parallelisms.context import SequenceShards
 from titan.parallelisms.float8 import precompute_scales, precomputes_scales, refuse_unconverted
 from titan.parallelisms.fsdp import reduce_over_replicas
@@ -141,8 +142,10 @@ class WholeModel:
         """See `Stages`."""
         model = self.parts[0]
         reduce_over_replicas(model, enabled=last)
-        loss = model(batch.tokens, **batch.keywords) / valid_tokens
-        loss.backward()
+        with region("forward"):
+            loss = model(batch.tokens, **batch.keywords) / valid_tokens
+        with region("backward"):
+            loss.backward()
         return loss.detach()
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
@@ -214,7 +217,8 @@ class TrainStep:
         if isinstance(self._optimizer, OptimizerInBackward):
             norm = self._optimizer.take_gradient_norm()
         else:
-            norm = gradient_norm(self._parameters, self._pipeline_group)
+            with region("gradient norm"):
+                norm = gradient_norm(self._parameters, self._pipeline_group)
         total_loss = local_loss.clone()
         dist.all_reduce(total_loss, group=self._loss_group)
         if self._pipeline_group is not None:
@@ -227,7 +231,8 @@ class TrainStep:
             self._skipped_in_a_row = 0
             if self._settings.max_norm > 0:
                 clip_gradients(self._parameters, norm, self._settings.max_norm)
-            self._optimizer.step()
+            with region("optimizer"):
+                self._optimizer.step()
             if self._precomputes_scales:
                 precompute_scales(self._stages.parts)
         self._optimizer.zero_grad()
@@ -240,7 +245,8 @@ class TrainStep:
         loss = torch.zeros((), device=self._device)
         for number, batch in enumerate(microbatches, start=1):
             last = number == len(microbatches)
-            loss += self._stages.forward_backward(self._share(batch), valid_tokens, last)
+            with region(f"microbatch {number}"):
+                loss += self._stages.forward_backward(self._share(batch), valid_tokens, last)
         return loss
 
     def _on_nonfinite(self, step: int, outcome: StepOutcome, local_loss: torch.Tensor) -> None:
