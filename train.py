@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
+    import time
+
+    started = time.time()
     loaded = config_from_command_line()  # a mistake ends the program here, before any process group exists
 
     from titan.observability.failures import failures_shown
@@ -28,7 +31,7 @@ def main() -> None:
         if loaded.config.job.check_only:
             check(loaded)
         else:
-            train(loaded, signals)
+            train(loaded, signals, started)
 
 
 def check(loaded: LoadedConfig) -> None:
@@ -49,23 +52,28 @@ def check(loaded: LoadedConfig) -> None:
         print(line)
 
 
-def train(loaded: LoadedConfig, signals: StopSignals | None = None) -> None:
+def train(loaded: LoadedConfig, signals: StopSignals | None = None, started: float | None = None) -> None:
     """Train as a checked config says. Collective over the job's ranks.
 
     Args:
         signals: asks to save and end, when there is one.
+        started: when the process did, in unix seconds; None: now.
 
     Raises:
         SystemExit: REQUEUE_STATUS, when a rank was asked to end, on all ranks.
     """
+    import os
+    import time
     from pathlib import Path
 
     import torch.distributed as dist
 
+    from titan.config.derived import rank_log
+    from titan.config.errors import refused_by_system
     from titan.observability.device import configure_allocator, find_device
     from titan.observability.exchange import job_exchange
     from titan.observability.flight_recorder import record_collectives
-    from titan.observability.logging import init_logging, logger
+    from titan.observability.logging import init_logging, logger, warn_once_per_job
     from titan.observability.plan import describe_run
     from titan.observability.signals import REQUEUE_STATUS
     from titan.observability.watchdog import Watchdog
@@ -73,7 +81,12 @@ def train(loaded: LoadedConfig, signals: StopSignals | None = None) -> None:
     from titan.parallelisms.process_group import start_process_group
     from titan.training.reproducibility import set_determinism
 
+    started = time.time() if started is None else started
     job = loaded.config
+
+    rank = int(os.environ.get("RANK", "0"))
+    with refused_by_system(f"metrics.rank_log_folder = {job.metrics.rank_log_folder!r}"):
+        init_logging(rank, not job.metrics.disable_color_printing, rank_log(job, rank))
 
     # 1. Where: this process's device, the job's process group, one mesh over all its ranks.
     configure_allocator()
@@ -82,8 +95,9 @@ def train(loaded: LoadedConfig, signals: StopSignals | None = None) -> None:
     traces = None if job.checkpoint.load_only else Path(job.job.dump_folder) / job.comm.save_traces_folder
     record_collectives(job.comm.trace_buf_size, traces)
     owns_group = start_process_group(device, job.comm.init_timeout_seconds)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    init_logging(rank, color=not job.metrics.disable_color_printing)
+    world_size = dist.get_world_size()
+    if owns_group and world_size > 1:
+        warn_once_per_job(dist.distributed_c10d._get_default_store())
     with Watchdog(rank, job_exchange() if owns_group else None, traces) as watchdog:
         watchdog.expect("set-up", job.comm.init_timeout_seconds, "comm.init_timeout_seconds")
         dims = ParallelDims.from_config(job.parallelism, world_size, device.type)
@@ -92,7 +106,7 @@ def train(loaded: LoadedConfig, signals: StopSignals | None = None) -> None:
             logger.warning(warning)
         for line in describe_run(job, dims, device):
             logger.info(line)
-        stopped = run(loaded, device, dims, signals, watchdog)
+        stopped = run(loaded, device, dims, signals, watchdog, started)
     if owns_group:
         dist.destroy_process_group()
     if stopped:
@@ -100,11 +114,17 @@ def train(loaded: LoadedConfig, signals: StopSignals | None = None) -> None:
 
 
 def run(
-    loaded: LoadedConfig, device: Device, dims: ParallelDims, signals: StopSignals | None, watchdog: Watchdog
+    loaded: LoadedConfig,
+    device: Device,
+    dims: ParallelDims,
+    signals: StopSignals | None,
+    watchdog: Watchdog,
+    started: float,
 ) -> bool:
     """Sections 2 to 5 of `train`. Returns whether the run was asked to end before its last step."""
     import gc
     import time
+    from dataclasses import asdict
     from pathlib import Path
 
     import torch
@@ -144,7 +164,6 @@ def run(
     from titan.training.step import TrainStep, agree_on_step, build_model, build_stages
     from titan.training.validate import evaluate
 
-    started = time.perf_counter()
     job = loaded.config
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
@@ -234,9 +253,14 @@ def run(
         total_steps=steps,
         start_step=step,
         tokens_seen=tokens_seen,
+        started=started,
+        layout=dims.degrees(),
+        config=asdict(job),
         flops=family.flops_per_token(sizes, job.training.seq_len),
         peak_flops=measured or device.peak_flops(precision),
     )
+    if state and "health" in state:
+        metrics.load_state_dict(state["health"])
     profiler = Profiler(
         job.profiling,
         dump_folder,
@@ -252,6 +276,7 @@ def run(
         with metrics.pause("checkpoint"), watchdog.pause(f"saving step {step}"):
             if checkpoint.due(step, last=last):
                 state = {"step": step, "tokens_seen": tokens_seen, "data": loader.state_dict()}
+                state["health"] = metrics.state_dict()
                 checkpoint.save(step, state, finished=last and step > 0 and not stopped)
 
     gc.collect()
@@ -266,6 +291,7 @@ def run(
             with region("data"):
                 microbatches = loader.next_step()
             data_seconds = time.perf_counter() - waiting
+            metrics.ready()
             agreed = agree_on_step(microbatches, dims.ranks_per_row, stop=signals is not None and signals.received)
             if microbatches is None or agreed.data_ended or agreed.stop:
                 loader.put_back()
@@ -276,21 +302,31 @@ def run(
             if step == 1:
                 logger.info(describe_text(tokenizer, microbatches[0].tokens[0].tolist()))
 
+            fingerprint = batch_fingerprint(microbatches, dims.batch.get_group()) if job.metrics.fingerprint else None
             lr = job.optimizer.lr * lr_factor(job.lr_scheduler, step, schedule_steps)
             set_lr(optimizer, lr)
             seed_step(job.debug.seed, step, dims.batch.get_local_rank())
-            outcome = train_step.run(step, microbatches, agreed.valid_tokens)
+            outcome = train_step.run(step, microbatches, agreed.valid_tokens, logged=metrics.logs(step))
 
             tokens_seen += tokens_per_step
-            fingerprint = batch_fingerprint(microbatches, dims.batch.get_group()) if job.metrics.fingerprint else None
             metrics.step(
-                StepResult(step, outcome.loss, outcome.grad_norm, lr, tokens_per_step, data_seconds, fingerprint)
+                StepResult(
+                    step,
+                    outcome.loss,
+                    outcome.grad_norm,
+                    lr,
+                    tokens_per_step,
+                    data_seconds,
+                    outcome.synced,
+                    outcome.layer_norms,
+                    fingerprint,
+                )
             )
             profiler.end()
             if step == first_step:
                 set_timeout(job.comm.train_timeout_seconds)
                 compiling = f"; {describe_compilation()}" if job.compile.enable else ""
-                logger.info(f"First step done {time.perf_counter() - started:.1f} s after the start{compiling}")
+                logger.info(f"First step done {time.time() - started:.1f} s after the start{compiling}")
             if profiler.writes_after(step):
                 set_timeout(job.comm.init_timeout_seconds)  # ranks write for different times, and then wait for all
                 with metrics.pause("profiling"), watchdog.pause(f"writing the trace of step {step}"):
@@ -313,7 +349,7 @@ def run(
                 set_timeout(job.comm.init_timeout_seconds)  # while one rank writes, others wait within a gather
                 folder = dump_folder / "hf" / f"step-{step}"
                 checkpoint.save_huggingface(folder, sizes, family.huggingface, tokenizer_path(job))
-        metrics.flush()
+        metrics.finish()
         if stopped and rank == 0 and not job.checkpoint.load_only:
             mark_requeue(dump_folder, step)
     except torch.OutOfMemoryError:

@@ -41,7 +41,7 @@ def go_wrong(kind: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _failing_run(self, step, microbatches, valid_tokens):  # type: ignore[no-untyped-def]
+def _failing_run(self, step, *arguments, **keywords):  # type: ignore[no-untyped-def]
     if step == 1 and _kind == "sleep":  # a first step has a limit of its own
         time.sleep(6)
     first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -50,7 +50,7 @@ def _failing_run(self, step, microbatches, valid_tokens):  # type: ignore[no-unt
             Path(os.environ["FAULT_TIME"]).write_text(str(time.time()))
         go_wrong(_kind)
     time.sleep(float(os.environ.get("SLOW", "0")))
-    return _run(self, step, microbatches, valid_tokens)
+    return _run(self, step, *arguments, **keywords)
 
 
 TrainStep.run = _failing_run  # type: ignore[method-assign]

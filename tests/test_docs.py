@@ -194,9 +194,8 @@ def train(session: Session, variables: dict[str, str], arguments: list[str], ask
     elif job.print_config:
         session.script(["train.py", *arguments], variables)
     else:
-        assert not variables
         if (small := small_run(session, arguments, 1)) is not None:
-            session.script(["train.py", *small])
+            session.script(["train.py", *small], variables)
 
 
 def measure(session: Session, arguments: list[str]) -> None:

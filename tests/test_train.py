@@ -21,6 +21,7 @@ from tests.distributed.runs import TINY, train_here
 from tests.distributed.world import Worlds
 from tests.forked import run_forked
 from titan.config.loader import load_config
+from titan.observability.goodput import account
 
 ROOT = Path(__file__).parents[1]
 TRAIN = [sys.executable, "train.py"]
@@ -97,6 +98,14 @@ def test_kill_at_any_step_and_resume(worlds: Worlds, tmp_path: Path, straight: l
     resumed = worlds(1).run(train_here, arguments(folder, 4))[0]
     for key in ("step", "loss", "loss_max", "grad_norm", "lr", "tokens_seen"):
         assert [row[key] for row in resumed] == [row[key] for row in straight], key
+    starts = [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
+    again = [first - starts[1]["step"], second - starts[2]["step"]]
+    assert [len(start["dropped"]) for start in starts] == [0, *again]
+    seconds = account(starts, resumed)
+    assert sum(seconds.values()) == pytest.approx(starts[2]["end"]["time"] - starts[0]["time"], abs=0.05)
+    assert (seconds["lost"] > 0) == (sum(again) > 0)
+    assert min(seconds[kind] for kind in ("training", "startup", "data", "checkpoint", "down")) > 0
+    assert resumed[-1]["goodput"] == pytest.approx(seconds["training"] / sum(seconds.values()), rel=0.2)
 
 
 def test_lr_resume_and_a_finished_run_can_be_extended(worlds: Worlds, tmp_path: Path) -> None:
@@ -211,7 +220,12 @@ def test_the_dump_folder_holds_the_config_of_the_newest_start(worlds: Worlds, tm
         assert f"steps = {steps}  # command line\n" in (tmp_path / "config.toml").read_text()
     saved = load_config([f"--job.config_file={tmp_path / 'config.toml'}"]).config
     assert saved == load_config(arguments(tmp_path, 4, steps=3)).config
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "config.toml", "metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint",
+        "config.toml",
+        "metrics.jsonl",
+        "starts.jsonl",
+    ]
 
 
 def test_an_unknown_dataset_is_a_mistake_of_the_config(tmp_path: Path) -> None:
@@ -223,7 +237,8 @@ def test_an_unknown_dataset_is_a_mistake_of_the_config(tmp_path: Path) -> None:
 
 def test_metrics_have_exactly_the_promised_keys(straight: list[dict[str, Any]]) -> None:
     keys = "step loss loss_max grad_norm lr tokens_seen tokens_per_second tokens_per_second_per_device "
-    keys += "tflops_per_device mfu step_seconds data_seconds checkpoint_seconds memory_peak_bytes"
+    keys += "tflops_per_device mfu step_seconds data_seconds checkpoint_seconds validation_seconds "
+    keys += "profiling_seconds memory_peak_bytes time goodput"
     assert all(list(row) == keys.split() for row in straight)
     assert all(row["mfu"] is None for row in straight)
 
@@ -353,5 +368,7 @@ def test_imports_are_those_of_what_is_used(tmp_path: Path) -> None:
     loaded = set(result.stdout.split())
     assert "torch" in loaded
     lazy = "torch.distributed.pipelining torch.distributed.checkpoint.state_dict_saver torch._inductor.compile_fx "
-    lazy += "datasets tensorboard transformers torchao tokenizers safetensors tiktoken sentencepiece pandas pyarrow"
+    lazy += (
+        "datasets tensorboard wandb transformers torchao tokenizers safetensors tiktoken sentencepiece pandas pyarrow"
+    )
     assert loaded.isdisjoint(lazy.split())

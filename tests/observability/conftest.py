@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from titan.observability.device import Device
-from titan.observability.logging import logger, warn_once
+from titan.observability.logging import _detach, logger
 
 
 class Terminal(io.StringIO):
@@ -24,8 +24,7 @@ def _fresh_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give each test the log as it is at import, and leave it so."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     yield
-    warn_once.cache_clear()
-    logger.handlers.clear()
+    _detach()
     logger.setLevel(logging.NOTSET)
     logger.propagate = True
 

@@ -33,21 +33,35 @@ KEYS = [
     "step_seconds",
     "data_seconds",
     "checkpoint_seconds",
+    "validation_seconds",
+    "profiling_seconds",
     "memory_peak_bytes",
+    "time",
+    "goodput",
 ]
 
 
 class Run:
     """A MetricsLogger and a loop whose steps take exactly as long as the test says."""
 
-    def __init__(self, folder: Path | None, device: Device, settings: Metrics | None = None, **options: Any) -> None:
-        self.now = 0.0
+    def __init__(
+        self,
+        folder: Path | None,
+        device: Device,
+        settings: Metrics | None = None,
+        now: float = 0.0,
+        **options: Any,
+    ) -> None:
+        self.now = now  # seconds since unix time 1000
         defaults: dict[str, Any] = {
             "rank": 0,
             "world_size": 1,
             "total_steps": 10,
             "start_step": 0,
             "tokens_seen": 0,
+            "started": 990.0 + now,
+            "layout": {"pp": 1},
+            "config": {},
             "flops": FLOPS,
             "peak_flops": None,
         }
@@ -57,12 +71,13 @@ class Run:
             folder,
             device=device,
             clock=lambda: self.now,
+            wall_clock=lambda: 1000.0 + self.now,
             **(defaults | options),
         )
 
     def step(self, number: int, *, seconds: float = 1.0, loss: float = 1.0, data_seconds: float = 0.25) -> None:
         self.now += seconds
-        self.metrics.step(StepResult(number, loss, 10.0 * number, 1e-3 * number, 1000, data_seconds))
+        self.metrics.step(StepResult(number, loss, 10.0 * number, 1e-3 * number, 1000, data_seconds, synced=self.now))
 
     def steps(self, first: int, last: int, **options: float) -> None:
         for number in range(first, last + 1):
@@ -114,6 +129,10 @@ def test_a_window_logs_means_and_last_values(tmp_path: Path, cpu: Device) -> Non
         "step_seconds": 2.0,
         "data_seconds": 0.25,
         "checkpoint_seconds": 0.0,
+        "validation_seconds": 0.0,
+        "profiling_seconds": 0.0,
+        "time": 1007.0,
+        "goodput": pytest.approx(6 / 17),  # of 17 s, 10 went before the loop and 1 in waits for data
     }
 
 
@@ -190,7 +209,7 @@ def test_a_resume_drops_later_lines_and_a_half_one(tmp_path: Path, cpu: Device) 
     resumed.steps(7, 12)
     assert logged_steps(path) == [1, 4, 7, 8, 12]
     assert path.read_text().splitlines()[:2] == kept
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "starts.jsonl"}
 
 
 def logged_steps_text(path: Path) -> list[int]:
@@ -217,7 +236,7 @@ def test_an_earlier_runs_file_is_kept_under_another_name(tmp_path: Path, cpu: De
 def test_an_empty_file_is_not_set_aside(tmp_path: Path, cpu: Device) -> None:
     Run(tmp_path, cpu).metrics.close()
     Run(tmp_path, cpu).metrics.close()
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "starts.jsonl"}
 
 
 def test_without_a_folder_there_is_the_console_alone(
@@ -284,7 +303,7 @@ def test_tensorboard_has_the_same_numbers_and_no_doubled_points(tmp_path: Path, 
     resumed.metrics.close()
 
     scalars = read_scalars(tmp_path / "tb")
-    assert set(scalars) == set(KEYS) - {"step", "mfu"}
+    assert set(scalars) == set(KEYS) - {"step", "mfu", "time"}
     assert math.isnan(scalars["loss"][0][1])
     assert scalars["loss"][1:] == [(2, 2.0), (4, 3.0), (6, 3.0)]
     assert scalars["tokens_seen"] == [(1, 1000.0), (2, 2000.0), (4, 4000.0), (6, 6000.0)]

@@ -239,10 +239,10 @@ def run_out_of_memory(command: list[str]) -> list[str]:
     """A training whose fifth step finds no memory; what the stand-in for the device was asked."""
     run, calls = TrainStep.run, list[str]()
 
-    def full(self: TrainStep, step: int, *args: Any) -> Any:
+    def full(self: TrainStep, step: int, *args: Any, **keywords: Any) -> Any:
         if step == 5:
             raise torch.OutOfMemoryError("no memory left for step 5")
-        return run(self, step, *args)
+        return run(self, step, *args, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
         play_recording(patch, calls)

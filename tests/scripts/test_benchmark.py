@@ -212,9 +212,9 @@ def _share_outside_the_step(folder: str) -> float:
     inside: list[float] = []
     run = TrainStep.run
 
-    def timed(*args: Any) -> StepOutcome:
+    def timed(*args: Any, **keywords: Any) -> StepOutcome:
         start = time.perf_counter()
-        outcome = run(*args)
+        outcome = run(*args, **keywords)
         inside.append(time.perf_counter() - start)
         return outcome
 

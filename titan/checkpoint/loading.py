@@ -22,7 +22,7 @@ from titan.config.job_config import Checkpoint
 from titan.observability.logging import logger
 
 # Keys of the train state, by the name that checkpoint.exclude_from_loading gives them together.
-TRAIN_STATE_PARTS = {"train_state": ("step", "tokens_seen"), "dataloader": ("data",)}
+TRAIN_STATE_PARTS = {"train_state": ("step", "tokens_seen", "health"), "dataloader": ("data",)}
 
 _ALL_BUT_WEIGHTS = ("optimizer", *TRAIN_STATE_PARTS)
 

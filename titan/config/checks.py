@@ -16,6 +16,7 @@ from titan.config import (
     checks_data,
     checks_documents,
     checks_float8,
+    checks_metrics,
     checks_mixture,
     checks_optimizer,
     checks_parallelism,
@@ -144,6 +145,7 @@ RULES = (
     *checks_documents.RULES,
     *checks_checkpoint.RULES,
     *checks_profiling.RULES,
+    *checks_metrics.RULES,
 )
 
 

@@ -141,3 +141,11 @@ def validation_text(config: JobConfig) -> Training:
         changes = {"dataset_path": None, "dataset_subset": None, **changes, "dataset": own.dataset}
     changes |= {"sources": [], "source_stages": []}
     return dataclasses.replace(config.training, **changes, infinite=False, shuffle=False)  # type: ignore[arg-type]
+
+
+def rank_log(config: JobConfig, rank: int) -> Path | None:
+    """The file that a rank keeps its log in; None when it keeps none."""
+    folder = config.metrics.rank_log_folder
+    if folder is None or config.checkpoint.load_only:
+        return None
+    return Path(config.job.dump_folder) / folder / f"rank_{rank}.log"

@@ -454,6 +454,7 @@ class Checkpoint:
 class Metrics:
     log_freq: int = setting(10, "Steps between log lines; step 1 and the last are always logged.", minimum=1)
     enable_tensorboard: bool = setting(False, "Write TensorBoard events.")
+    enable_wandb: bool = setting(False, "Log to Weights & Biases too; its own WANDB_* environment variables count.")
     save_tb_folder: str = setting("tb", "Folder for TensorBoard events, within job.dump_folder.")
     save_for_all_ranks: bool = setting(
         False, "Every rank writes TensorBoard events, each to its own folder. Off: rank 0."
@@ -462,9 +463,13 @@ class Metrics:
     progress: Literal["auto", "bar", "lines", "none"] = setting(
         "auto", "A progress bar under the log lines, lines alone, or nothing; auto: a bar on a terminal."
     )
+    rank_log_folder: str | None = setting(
+        None, "Each rank also keeps all of its log in a file here, within job.dump_folder; unset: no rank does."
+    )
     fingerprint: bool = setting(
         False, "Log a hash of the last step's global batch, which is the same in every layout: to compare runs' data."
     )
+    layer_norms: bool = setting(False, "Log the 2-norms of each layer's gradient and weights.")
     measure_peak_flops: bool = setting(
         False,
         "Time a matrix product at the start and take its speed as the device's peak, so that a device "

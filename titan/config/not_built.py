@@ -32,14 +32,9 @@ def _not_built(feature: str, *harmless: object) -> Missing:
     return Missing(f"{feature} built yet", harmless)
 
 
-def _only_beside() -> Missing:
-    return Missing("", ANY)
-
-
 NOT_BUILT = {
     "parallelism.expert_parallel_degree": _not_built("expert parallelism isn't", 1),
     "parallelism.expert_tensor_parallel_degree": _not_built("expert parallelism isn't", 1),
-    "metrics.enable_wandb": _not_built("Weights & Biases isn't", False),
 }
 
 # Choices of keys that are built: (key, value) -> the reason.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titan.config.errors import UserError
-from titan.observability.logging import logger
+from titan.observability.logging import log_to_file, logger
 
 _WAIT_SECONDS = 3.0
 
@@ -40,6 +40,7 @@ def failures_shown() -> Iterator[None]:
         raise SystemExit(130) from None
     except Exception:
         record_for_launcher(traceback.format_exc())
+        log_to_file(traceback.format_exc())
         raise
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from titan.parallelisms.fsdp import reduce_over_replicas
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.training.gradients import clip_gradients, gradient_norm
 from titan.training.initialize import set_weight_dtype
+from titan.training.layer_norms import LayerNorms
 from titan.training.loss import set_loss
 from titan.training.optimizer import Optimizer, OptimizerInBackward
 
@@ -42,11 +44,15 @@ class StepOutcome:
         loss: mean of −log p over all valid labels of the global batch, in nats.
         grad_norm: 2-norm of its gradient over the whole model, before clipping.
         updated: False when the step was left out because a number wasn't finite.
+        layer_norms: by name, of `LayerNorms`, where they were asked for.
+        synced: this rank's `time.perf_counter` when it had the numbers, which took all ranks.
     """
 
     loss: float
     grad_norm: float
     updated: bool
+    layer_norms: Mapping[str, float] = field(default_factory=dict)
+    synced: float = field(default=0.0, compare=False)
 
 
 class Agreement(NamedTuple):
@@ -201,14 +207,18 @@ class TrainStep:
         self._precomputes_scales = precomputes_scales(config.float8, dims)
         if self._precomputes_scales:
             precompute_scales(stages.parts)
+        self._layer_norms = LayerNorms(stages.parts, dims) if config.metrics.layer_norms else None
         self._skipped_in_a_row = 0
 
-    def run(self, step: int, microbatches: Sequence[Microbatch], valid_tokens: int) -> StepOutcome:
+    def run(
+        self, step: int, microbatches: Sequence[Microbatch], valid_tokens: int, *, logged: bool = False
+    ) -> StepOutcome:
         """One optimizer step, at the learning rate that the optimizer holds.
 
         Args:
             microbatches: this rank's rows of the global batch.
             valid_tokens: labels of the global batch that aren't IGNORED.
+            logged: the outcome has the norms of layers, if metrics.layer_norms wants them.
 
         Raises:
             TrainingDiverged: a number isn't finite and the policy is to stop. All ranks raise at the same step.
@@ -219,6 +229,7 @@ class TrainStep:
         else:
             with region("gradient norm"):
                 norm = gradient_norm(self._parameters, self._pipeline_group)
+        layer_norms = self._layer_norms.take() if self._layer_norms and logged else {}
         total_loss = local_loss.clone()
         dist.all_reduce(total_loss, group=self._loss_group)
         if self._pipeline_group is not None:
@@ -226,7 +237,8 @@ class TrainStep:
         # The one point of a step where the host waits for the device. Both numbers are sums over all ranks, so that
         # every rank takes the same decision without asking the others.
         loss_value, norm_value = torch.stack([total_loss, norm.to(total_loss)]).tolist()
-        outcome = StepOutcome(loss_value, norm_value, updated=math.isfinite(loss_value) and math.isfinite(norm_value))
+        finite = math.isfinite(loss_value) and math.isfinite(norm_value)
+        outcome = StepOutcome(loss_value, norm_value, finite, layer_norms, time.perf_counter())
         if outcome.updated:
             self._skipped_in_a_row = 0
             if self._settings.max_norm > 0:
