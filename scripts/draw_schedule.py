@@ -26,10 +26,8 @@ from titan.config.fields import all_settings
 from titan.config.job_config import JobConfig
 from titan.config.loader import load_config
 from titan.config.startup import exit_on_mistake
-from titan.estimation.pipeline_timeline import Slot, Timeline, schedule_of_file, simulate, timeline
+from titan.estimation.pipeline_timeline import KINDS, Slot, Timeline, schedule_of_file, simulate, timeline
 from titan.parallelisms.schedules import SCHEDULES, number_of_stages
-
-KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 
 # Of a kind, the terminal's 256 colours for a rank's first stage, its second, and all others.
 _TERMINAL_COLOURS = {"F": (153, 75, 68), "B": (157, 78, 71), "I": (223, 215, 208), "W": (189, 141, 134)}

@@ -3,7 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.browser import browser
 from tests.distributed.world import Worlds
+
+__all__ = ["browser", "worlds"]
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from scripts import benchmark, download_tokenizer, draw_schedule, verify_checkpoint
+from scripts import benchmark, download_tokenizer, draw_schedule, report, verify_checkpoint
 from tests.distributed.test_matrix import ALONE, COMPOSED, PAIRS
 from tests.forked import run_forked
 from titan.config.errors import UserError
@@ -160,6 +160,11 @@ def python(session: Session, variables: dict[str, str], words: list[str], asked:
             session.script(["scripts/evaluate.py", *arguments])
         case ["scripts/convert_checkpoint.py" | "scripts/generate.py", *_]:
             session.script(words[1:])
+        case ["scripts/report.py", *arguments]:
+            with redirect_stdout(io.StringIO()) as output, pytest.MonkeyPatch.context() as patch:
+                patch.chdir(session.folder)
+                report.main(arguments)
+            session.output = output.getvalue()
         case ["scripts/verify_checkpoint.py", *arguments]:
             with redirect_stdout(io.StringIO()) as output, pytest.MonkeyPatch.context() as patch:
                 patch.chdir(session.folder)

@@ -559,6 +559,9 @@ class Estimation:
         compare=False,
     )
     json: str | None = setting(None, "Also write the estimate to this file, as JSON.", compare=False)
+    html: str | None = setting(
+        None, "Also draw the estimate, as one HTML page that needs no other file.", compare=False
+    )
     search: bool = setting(False, "Find the layout that trains fastest on so many ranks.", compare=False)
     search_output: str | None = setting(
         None, "With estimation.search: write the layout that was found to this TOML file.", compare=False

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from titan.config.job_config import JobConfig
 from titan.estimation.communication import traffic_of_rank
-from titan.estimation.estimate import CATEGORIES, RankEstimate
+from titan.estimation.estimate import CATEGORIES, Moment, RankEstimate
 from titan.estimation.flops import hardware_flops
 from titan.estimation.from_config import layout_of
 from titan.estimation.layout import Layout, Stage
@@ -47,7 +47,7 @@ def analytic_layout(config: JobConfig, world_size: int) -> list[RankEstimate]:
 def estimate(layout: Layout) -> list[RankEstimate]:
     """An estimate for each rank of the pipeline, whose other ranks are alike."""
     per_rank = layout.world_size // layout.pp
-    numbers = _stage_numbers(layout)
+    numbers = stage_numbers(layout)
     estimates = []
     for rank, stages in enumerate(layout.stages):
         where, breakdown = peak(layout, rank)
@@ -63,12 +63,14 @@ def estimate(layout: Layout) -> list[RankEstimate]:
                 peak_at=where,
                 hardware_flops=hardware_flops(layout, rank),
                 traffic=traffic_of_rank(layout, rank),
+                moments=moments_of(layout, rank),
             )
         )
     return estimates
 
 
-def _stage_numbers(layout: Layout) -> list[list[int]]:
+def stage_numbers(layout: Layout) -> list[list[int]]:
+    """Which stages each pipeline rank has."""
     from titan.parallelisms.schedules import SCHEDULES, stages_of_rank
 
     total = sum(len(stages) for stages in layout.stages)
@@ -95,6 +97,18 @@ def peak(layout: Layout, rank: int) -> tuple[str, Mapping[str, int]]:
     """Where a rank's memory peaks, and the bytes that are alive then, by category."""
     highest = max(_moments(layout, rank), key=lambda moment: sum(moment.alive.values()))
     return highest.where, {category: round(highest.alive.get(category, 0)) for category in CATEGORIES}
+
+
+def moments_of(layout: Layout, rank: int) -> list[Moment]:
+    """The moments of a step at which a rank's memory may peak, in order."""
+    return [
+        Moment(
+            where=moment.where,
+            phase=moment.where.partition(",")[0],
+            alive={category: round(moment.alive.get(category, 0)) for category in CATEGORIES},
+        )
+        for moment in _moments(layout, rank)
+    ]
 
 
 def reserved_bytes(layout: Layout, rank: int) -> int:

@@ -92,6 +92,7 @@ def trace_step(
                     _fill_state(optimizer)
             units = _units_of_parameters(parts, numbering)
             with tracer.watching():
+                tracer.enter("build", None)
                 with tracer.pause():  # taking a tensor's local part is no part of the step
                     _add_states(tracer, parts, optimizer, units)
                 stages.start(len(microbatches))

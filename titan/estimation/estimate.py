@@ -18,6 +18,10 @@ CATEGORIES = (
 )
 
 
+# Of a step that is traced; those of a pipeline alternate.
+PHASES = ("build", "forward", "loss", "backward", "optimizer")
+
+
 @dataclass(frozen=True)
 class Traffic:
     """What one kind of collective sends over one dimension of the mesh in a step, per rank.
@@ -36,6 +40,29 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """What is alive at a moment of a step.
+
+    Attributes:
+        where: phase and layer.
+        phase: alone, such as "backward".
+        alive: bytes by category.
+        at: how many allocations and frees come before it in the step; None in closed form, which knows only the order.
+        reserved_bytes: that the allocator has taken by then; None in closed form.
+    """
+
+    where: str
+    phase: str
+    alive: Mapping[str, int]
+    at: int | None = None
+    reserved_bytes: int | None = None
+
+    @property
+    def active_bytes(self) -> int:
+        return sum(self.alive.values())
+
+
+@dataclass(frozen=True)
 class RankEstimate:
     """A step of one rank; of a pipeline's ranks those that differ have one each.
 
@@ -49,6 +76,7 @@ class RankEstimate:
         peak_at: phase, layer and operator of the peak.
         hardware_flops: of all products that are computed, those that are computed again included.
         traffic: what is sent.
+        moments: of the step in order: those at which memory may peak, or what a trace saw, thinned out.
     """
 
     name: str
@@ -60,3 +88,15 @@ class RankEstimate:
     peak_at: str
     hardware_flops: float
     traffic: Sequence[Traffic]
+    moments: Sequence[Moment] = ()
+
+    @property
+    def highest(self) -> list[Moment]:
+        """The closed form's moments, or of each phase of a trace the one with the most."""
+        if any(moment.at is None for moment in self.moments):
+            return list(self.moments)
+        highest: dict[str, Moment] = {}
+        for moment in self.moments:
+            if moment.phase not in highest or moment.active_bytes > highest[moment.phase].active_bytes:
+                highest[moment.phase] = moment
+        return [highest[phase] for phase in PHASES if phase in highest]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from titan.estimation.allocator import CachingAllocator
 from titan.estimation.events import Allocation, Event, Free, Place
+from titan.estimation.history import History
 
 
 class Peak(NamedTuple):
@@ -55,8 +56,8 @@ def _category(event: Allocation, end: Place | None) -> str:
     return "temporaries"
 
 
-def find_peak(events: Iterable[Event], *, expandable: bool = True) -> Peak:
-    """Run the events through the allocator."""
+def find_peak(events: Iterable[Event], *, expandable: bool = True, history: History | None = None) -> Peak:
+    """Run the events through the allocator, and show each to the history."""
     allocator = CachingAllocator(expandable=expandable)
     blocks = {}
     alive: dict[int, Allocation] = {}
@@ -68,6 +69,8 @@ def find_peak(events: Iterable[Event], *, expandable: bool = True) -> Peak:
                 highest, peak_number, last = allocator.active, number, event
         else:
             allocator.free(blocks.pop(event.object))
+        if history is not None:
+            history.add(event, allocator.reserved)
     for event in events[: peak_number + 1]:
         if isinstance(event, Allocation):
             alive[event.object] = event

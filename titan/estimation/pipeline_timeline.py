@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _Action
 
 
+KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
+
+
 @dataclass(frozen=True)
 class Costs:
     """What a rank needs for one microbatch in all of its stages, in any unit of time.

@@ -16,6 +16,7 @@ from titan.estimation.calibrate import Calibration
 from titan.estimation.changes import Fitting
 from titan.estimation.estimate import CATEGORIES, RankEstimate, Traffic
 from titan.estimation.hardware import FIT_SHARE, GIB, NOT_RESERVED, Hardware
+from titan.estimation.holdings import holdings
 from titan.estimation.layout import Layout
 from titan.estimation.methods import METHODS
 from titan.estimation.time import BAND, UNSURE_RANKS, StepTime, exchange_seconds
@@ -50,6 +51,14 @@ class Report:
         return max(self.ranks, key=lambda rank: rank.peak_reserved_bytes)
 
     @property
+    def chosen(self) -> list[RankEstimate]:
+        """All kinds of ranks, or of many the first, the one that needs most, and the last."""
+        ranks, peak = self.ranks, self.peak
+        if len(ranks) <= _MOST_COLUMNS:
+            return list(ranks)
+        return [rank for rank in ranks if rank is ranks[0] or rank is peak or rank is ranks[-1]]
+
+    @property
     def fits(self) -> bool:
         return self.peak.peak_reserved_bytes <= self.hardware.fit_bytes
 
@@ -82,6 +91,17 @@ class Report:
             if kind not in most or row.bytes > most[kind].bytes:
                 most[kind] = row
         return list(most.values())
+
+    @property
+    def exchanges(self) -> list[tuple[Traffic, float, float]]:
+        """The traffic with its seconds, and how many of them nothing hides."""
+        timed = [(row, self.time.scale * exchange_seconds(self.layout, self.hardware, row)) for row in self.traffic]
+        return [(row, seconds, seconds * self.time.exposed[row.dim]) for row, seconds in timed]
+
+    @property
+    def steps(self) -> int:
+        """Of the whole run."""
+        return resolved_steps(self.config, self.layout.windows_per_step)
 
     def as_json(self) -> dict[str, Any]:
         """With keys that stay."""
@@ -136,11 +156,13 @@ class Report:
             f"step: {layout.windows_per_step:,} windows × {layout.seq_len:,} tokens = {self.tokens_per_step:,}, "
             f"as {microbatches} microbatch(es) of {layout.rows} window(s) on a rank"
         )
+        for held in holdings(layout) if layout.pp > 1 else []:
+            yield f"holds: {held}"
         if layout.reference:
             yield f"step of {layout.reference.replace('-', ', ')}: to compare published figures, not what train.py does"
 
     def _memory(self) -> Iterator[str]:
-        shown = _chosen(self.ranks, self.peak)
+        shown = self.chosen
         names = [rank.name for rank in shown]
         width = max(8, *map(len, names), *(len(rank.peak_at) for rank in shown))
         yield f"{'memory, GiB':24}" + "  ".join(name.rjust(width) for name in names)
@@ -154,6 +176,9 @@ class Report:
         yield f"  {'peak at':22}" + "  ".join(rank.peak_at.rjust(width) for rank in shown)
         if len(shown) < len(self.ranks):
             yield f"  … and {len(self.ranks) - len(shown)} kinds of ranks that need no more"
+        yield f"most that is alive over the step of {self.peak.name}, GiB"
+        for moment in self.peak.highest:
+            yield f"  {moment.where:30}{moment.active_bytes / GIB:8.2f}"
         spare = self.hardware.fit_bytes - self.peak.peak_reserved_bytes
         limit = f"{FIT_SHARE:.0%} of {self.hardware.memory_gib:g} GiB = {self.hardware.fit_bytes / GIB:.1f}"
         verdict = (
@@ -183,17 +208,15 @@ class Report:
             yield "  none"
             return
         yield f"  {'collective':16}{'dimension':14}{'calls':>9}{'GiB':>10}{'ms':>9}{'exposed ms':>13}"
-        for row in self.traffic:
-            seconds = self.time.scale * exchange_seconds(self.layout, self.hardware, row)
-            exposed = seconds * self.time.exposed[row.dim]
+        for row, seconds, exposed in self.exchanges:
             yield (
                 f"  {row.collective:16}{row.dim:14}{row.calls:9,}{row.bytes / GIB:10.3f}"
-                f"{_rounded(seconds * 1e3):>9}{_rounded(exposed * 1e3):>13}"
+                f"{rounded(seconds * 1e3):>9}{rounded(exposed * 1e3):>13}"
             )
 
     def _speed(self) -> Iterator[str]:
         speed, seconds = self.tokens_per_second, self.time.seconds
-        steps = resolved_steps(self.config, self.layout.windows_per_step)
+        steps = self.steps
         days, ranks = steps * seconds / 86400, self.layout.world_size
         yield f"speed, ± {BAND:.0%}: {self._basis()}"
         yield f"  {'step':22}{_band(seconds)} s"
@@ -221,14 +244,7 @@ class Report:
         yield f"Estimated FLOP per step: {self.flops.full * self.tokens_per_step:.3e}"
 
 
-def _chosen(ranks: Sequence[RankEstimate], peak: RankEstimate) -> list[RankEstimate]:
-    """All, or of many the first, the one that needs most, and the last."""
-    if len(ranks) <= _MOST_COLUMNS:
-        return list(ranks)
-    return [rank for rank in ranks if rank is ranks[0] or rank is peak or rank is ranks[-1]]
-
-
-def _rounded(value: float) -> str:
+def rounded(value: float) -> str:
     """Two significant digits."""
     if value == 0:
         return "0"
@@ -238,4 +254,4 @@ def _rounded(value: float) -> str:
 
 
 def _band(value: float) -> str:
-    return f"{_rounded(value)} ({_rounded(value * (1 - BAND))} to {_rounded(value * (1 + BAND))})"
+    return f"{rounded(value)} ({rounded(value * (1 - BAND))} to {rounded(value * (1 + BAND))})"

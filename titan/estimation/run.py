@@ -64,4 +64,9 @@ def estimate(loaded: LoadedConfig, world_size: int) -> int:
         text = json.dumps(report.as_json(), indent=2) + "\n"
         with refused_by_system(f'estimation.json = "{target}"'):
             Path(target).expanduser().write_text(text, encoding="utf-8")
+    if (target := loaded.config.estimation.html) is not None:
+        from titan.estimation.picture import estimate_page
+
+        with refused_by_system(f'estimation.html = "{target}"'):
+            Path(target).expanduser().write_text(estimate_page(report), encoding="utf-8")
     return 0 if report.fits else DOESNT_FIT_STATUS

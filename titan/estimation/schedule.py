@@ -31,7 +31,7 @@ def microbatches_in_flight(layout: Layout, rank: int) -> Fraction:
     if layout.csv is None and layout.schedule == "Interleaved1F1B":
         ahead = 2 * (layout.pp - rank - 1) + (per_rank - 1) * layout.pp + 1
         return Fraction(min(microbatches * per_rank, ahead), per_rank)
-    return _timeline(layout.schedule, layout.csv, layout.pp, microbatches, per_rank).peak_of_rank(rank)
+    return timeline_of(layout).peak_of_rank(rank)
 
 
 def bubble(layout: Layout) -> float:
@@ -41,8 +41,12 @@ def bubble(layout: Layout) -> float:
     if layout.csv is None and layout.schedule in _EVEN:
         waiting = layout.pp - 1
         return waiting / (layout.microbatches * layout.stages_per_rank() + waiting)
-    microbatches, per_rank = layout.microbatches, layout.stages_per_rank()
-    return float(_timeline(layout.schedule, layout.csv, layout.pp, microbatches, per_rank).bubble)
+    return float(timeline_of(layout).bubble)
+
+
+def timeline_of(layout: Layout) -> Timeline:
+    """Who does what when, by torch's own plan of the schedule. It imports torch."""
+    return _timeline(layout.schedule, layout.csv, layout.pp, layout.microbatches, layout.stages_per_rank())
 
 
 @lru_cache(maxsize=8)

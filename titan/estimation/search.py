@@ -80,7 +80,16 @@ class Candidate:
 
 
 def find_layouts(config: JobConfig, world_size: int, hardware: Hardware) -> list[Candidate]:
-    """All layouts that fit, the best first.
+    """The best layouts that fit, in order.
+
+    Raises:
+        UserError: the model's blocks aren't like Llama's.
+    """
+    return best_first(fitting_layouts(config, world_size, hardware))
+
+
+def fitting_layouts(config: JobConfig, world_size: int, hardware: Hardware) -> list[Candidate]:
+    """All layouts that fit, the fastest first.
 
     Raises:
         UserError: the model's blocks aren't like Llama's.
@@ -94,6 +103,15 @@ def find_layouts(config: JobConfig, world_size: int, hardware: Hardware) -> list
         if reserved <= hardware.fit_bytes:
             fitting.append(Candidate(layout, step_time(layout, hardware), reserved))
     fitting.sort(key=lambda candidate: candidate.time.seconds)
+    return fitting
+
+
+def best_first(fitting: list[Candidate]) -> list[Candidate]:
+    """A few of those that fit, each of other degrees than those before it.
+
+    Args:
+        fitting: the fastest first.
+    """
     ranked: list[Candidate] = []
     while fitting and len(ranked) < _SHOWN:
         bound = fitting[0].time.seconds * (1 + TIE)
@@ -103,6 +121,15 @@ def find_layouts(config: JobConfig, world_size: int, hardware: Hardware) -> list
         # The next is to be another layout, not the same degrees with another detail.
         fitting = [other for other in fitting if _degrees(other.layout) != _degrees(best.layout)]
     return ranked
+
+
+def frontier(fitting: list[Candidate]) -> list[Candidate]:
+    """Those that no other beats in both memory and speed, the least memory first; ties in speed count as equal."""
+    kept: list[Candidate] = []
+    for candidate in sorted(fitting, key=lambda candidate: (candidate.reserved, candidate.time.seconds)):
+        if not kept or candidate.time.seconds < kept[-1].time.seconds / (1 + TIE):
+            kept.append(candidate)
+    return kept
 
 
 def _degrees(layout: Layout) -> tuple[int, ...]:

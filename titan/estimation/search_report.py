@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from titan.config import checks
@@ -18,7 +19,8 @@ from titan.config.toml_files import find_config
 from titan.config.toml_text import toml_value
 from titan.estimation.changes import Change, with_settings
 from titan.estimation.hardware import GIB, Hardware, find_hardware
-from titan.estimation.search import TIE, Candidate, find_layouts, layers_per_stage
+from titan.estimation.run import make_report
+from titan.estimation.search import TIE, Candidate, best_first, fitting_layouts, frontier, layers_per_stage
 from titan.estimation.time import BAND
 
 NOTHING_FITS_STATUS = 3
@@ -67,7 +69,8 @@ def search(loaded: LoadedConfig, world_size: int) -> int:
         if getattr(config.parallelism, name) is not None:
             raise UserError(f"parallelism.{name} is of one layout: leave it out with estimation.search")
     hardware = find_hardware(config.estimation.hardware)
-    ranked = [found for found in find_layouts(config, world_size, hardware) if _is_legal(config, found, hardware)]
+    fitting = fitting_layouts(config, world_size, hardware)
+    ranked = [found for found in best_first(fitting) if _is_legal(config, found, hardware)]
     model = f"{config.model.name} {config.model.flavor} on {world_size:,} × {hardware.name}"
     if not ranked:
         print(f"{model}: no layout fits; more ranks, or less per rank")
@@ -79,8 +82,16 @@ def search(loaded: LoadedConfig, world_size: int) -> int:
     for number, found in enumerate(ranked, start=1):
         speed, memory = _two_digits(found.tokens_per_second), found.reserved / GIB
         print(f"{number:3}. {speed:>8} tokens/s per GPU  {memory:6.1f} GiB  {found}")
-    for line in explain(ranked):
+    for line in [*explain(ranked), *_on_frontier(fitting)]:
         print(line)
+    if (target := config.estimation.html) is not None:
+        from titan.estimation.picture import search_page
+
+        winner = replace(loaded, config=with_settings(config, settings_of(config, ranked[0])))
+        text = search_page(fitting, ranked, list(explain(ranked)), make_report(winner, world_size))
+        with refused_by_system(f'estimation.html = "{target}"'):
+            Path(target).expanduser().write_text(text, encoding="utf-8")
+        print(f"picture written to {target}")
     if (target := config.estimation.search_output) is not None:
         text = as_toml(loaded, ranked[0], Path(target))
         with refused_by_system(f'estimation.search_output = "{target}"'):
@@ -111,6 +122,13 @@ def explain(ranked: list[Candidate]) -> Iterator[str]:
         yield f"second: {_why(second)}; {gain:.0%} slower"
     if first.time.unsure:
         yield "so many ranks are beyond what the constants were fitted on: the network's part is a guess"
+
+
+def _on_frontier(fitting: list[Candidate]) -> Iterator[str]:
+    yield f"of {len(fitting):,} that fit, the fastest for their memory:"
+    for found in frontier(fitting):
+        speed = _two_digits(found.tokens_per_second)
+        yield f"     {speed:>8} tokens/s per GPU  {found.reserved / GIB:6.1f} GiB  {found}"
 
 
 def _why(candidate: Candidate) -> str:

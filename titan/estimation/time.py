@@ -110,8 +110,9 @@ def latency(layout: Layout, hardware: Hardware, dim: str, constants: Constants =
 
 def _place(layout: Layout, dim: str) -> tuple[int, int]:
     """Ranks between neighbours of a group, and the ranks of the group."""
-    inner = {"tp": 1, "cp": layout.tp, "fsdp": layout.tp, "dp_replicate": layout.tp * layout.shards}
+    inner = {"tp": 1, "cp": layout.tp, "fsdp": layout.tp, "dp_replicate": layout.tp * layout.shards, "loss": layout.tp}
     size = {"tp": layout.tp, "cp": layout.cp, "fsdp": layout.shards, "dp_replicate": layout.dp_replicate}
+    size["loss"] = layout.dp_replicate * layout.shards
     if dim == "pp":
         return layout.world_size // layout.pp, layout.pp
     return inner[dim], size[dim]
@@ -205,7 +206,7 @@ class _Block:
         weights = self.gather * (2 if self.layout.reshards else 1) + self.scatter
         fsdp = min(1.0, late / weights) if weights and late > 1e-9 else 0.0
         tp = self.constants.exposed_async if self.layout.async_tp else 1.0
-        return {"fsdp": fsdp, "tp": tp, "cp": 1.0, "pp": 0.0, "dp_replicate": _OPEN_REPLICAS}
+        return {"fsdp": fsdp, "tp": tp, "cp": 1.0, "pp": 0.0, "dp_replicate": _OPEN_REPLICAS, "loss": 1.0}
 
     def both_passes(self) -> tuple[float, float]:
         """Forward and backward, with what FSDP's exchanges add where they are the longer."""

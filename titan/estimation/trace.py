@@ -11,8 +11,9 @@ from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
 from titan.estimation.dry_step import trace_step
 from titan.estimation.estimate import CATEGORIES, RankEstimate, Traffic
-from titan.estimation.events import Trace
-from titan.estimation.peak import Peak, classify, find_peak
+from titan.estimation.events import Place, Trace
+from titan.estimation.history import History
+from titan.estimation.peak import classify, find_peak
 from titan.estimation.pipeline_timeline import timeline
 from titan.estimation.replay import TRACED, replay
 from titan.parallelisms.parallel_dims import ParallelDims
@@ -110,7 +111,8 @@ def _estimate(
     trace = run.trace
     trace.events = classify(trace.events, trace.categories)
     trace = replay(trace, units)
-    peak = find_peak(trace.events, expandable=expandable)
+    history = History(len(trace.events))
+    peak = find_peak(trace.events, expandable=expandable, history=history)
     return RankEstimate(
         name=kind.name,
         ranks=kind.ranks,
@@ -118,9 +120,10 @@ def _estimate(
         breakdown={category: peak.breakdown.get(category, 0) for category in CATEGORIES},
         peak_active_bytes=peak.active_bytes,
         peak_reserved_bytes=peak.reserved_bytes,
-        peak_at=_describe(peak, period),
+        peak_at=f"{_describe(peak.place, period)}, {peak.operator.removeprefix('aten::')}",
         hardware_flops=float(sum(trace.flops.values())),
         traffic=_traffic(trace),
+        moments=history.moments(lambda place: _describe(place, period)),
     )
 
 
@@ -171,9 +174,9 @@ def _traffic(trace: Trace) -> list[Traffic]:
     return [Traffic(*kind, calls[kind], sent[kind]) for kind in sorted(calls)]
 
 
-def _describe(peak: Peak, period: int) -> str:
-    unit = peak.place.unit
+def _describe(place: Place, period: int) -> str:
+    unit = place.unit
     layer = "" if unit is None else f", layer {unit}"
     if unit is not None and period > 1:
         layer = f", layers {unit * period} to {unit * period + period - 1}"
-    return f"{peak.place.phase}{layer}, {peak.operator.removeprefix('aten::')}"
+    return f"{place.phase}{layer}"

@@ -1,0 +1,148 @@
+"""An estimate as one HTML page: what a rank holds, memory over the step, the schedule, the traffic, and the search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from titan.estimation.picture_memory import ranks_section, step_section
+from titan.estimation.picture_mesh import mesh_section
+from titan.estimation.picture_search import search_section
+from titan.estimation.pipeline_timeline import KINDS
+from titan.estimation.report import Report, rounded
+from titan.estimation.schedule import timeline_of
+from titan.estimation.search import Candidate
+from titan.estimation.time import BAND
+from titan.pages.bars import Bar, Box, bar_chart, gantt_chart
+from titan.pages.page import Markup, folded, legend, page, section, table, tag, tiles
+from titan.pages.scale import gib, seconds
+
+_KIND_COLOURS = {"F": 0, "B": 2, "I": 5, "W": 4}
+
+
+def estimate_page(report: Report) -> str:
+    """The page of one layout."""
+    title = f"{report.config.job.description}: {report.layout.world_size:,} × {report.hardware.name}"
+    return page(title, _lead(report), _sections(report))
+
+
+def search_page(fitting: Sequence[Candidate], ranked: Sequence[Candidate], why: Sequence[str], best: Report) -> str:
+    """The page of a search, with that of the layout that it found.
+
+    Args:
+        fitting: all that fit.
+        ranked: the best, in order.
+        why: the words on the first.
+        best: the estimate of the first.
+    """
+    title = f"{best.config.job.description}: the fastest of {len(fitting):,} layouts on {best.layout.world_size:,} × "
+    return page(title + best.hardware.name, _lead(best), [search_section(fitting, ranked, why, best), *_sections(best)])
+
+
+def _lead(report: Report) -> str:
+    model, lines = report.config.model, list(report.lines())
+    method = lines[0].rpartition(", by ")[2]
+    mesh = next(line for line in lines if line.startswith("mesh: "))
+    return f"{model.name} {model.flavor}, {report.layout.model.parameters:,} parameters · {mesh} · by {method}"
+
+
+def _sections(report: Report) -> Iterator[Markup]:
+    yield _in_short(report)
+    yield mesh_section(report.layout, report.hardware.ranks_per_node)
+    yield step_section(report)
+    yield ranks_section(report)
+    if report.layout.pp > 1:
+        yield _schedule(report)
+    yield _communication(report)
+    yield section(
+        "text", "The same as text", folded("as estimation.py prints it", tag("pre", "\n".join(report.lines())))
+    )
+
+
+def _in_short(report: Report) -> Markup:
+    peak, limit = report.peak, report.hardware.fit_bytes
+    spare = limit - peak.peak_reserved_bytes
+    verdict = tag("span", "fits", class_="good") if report.fits else tag("span", "doesn't fit", class_="bad")
+    more = "to spare" if spare >= 0 else "too much"
+    step = report.time.seconds
+    band = f"± {BAND:.0%}"
+    gpu_hours = report.steps * step * report.layout.world_size / 3600
+    facts: list[tuple[str, str, str]] = [
+        ("Memory", verdict, f"{gib(abs(spare))} {more}"),
+        ("Peak reserved", gib(peak.peak_reserved_bytes), f"{peak.name}; limit {gib(limit)}"),
+        ("Step", f"{rounded(step)} s", f"{band}; {report.tokens_per_step:,} tokens"),
+        ("Tokens/s per GPU", rounded(report.tokens_per_second), band),
+        ("MFU", "n/a" if report.mfu is None else f"{rounded(100 * report.mfu)} %", band),
+        (f"{report.steps:,} steps", seconds(report.steps * step, 2), f"{rounded(gpu_hours)} GPU-hours"),
+    ]
+    if report.layout.pp > 1:
+        facts.insert(5, ("Pipeline bubble", f"{report.time.bubble:.0%}", "of the schedule"))
+    content: list[Markup] = [tiles(facts)]
+    if report.changes:
+        content.append(tag("p", "What would make it fit, cheapest first:"))
+        rows = [
+            (str(change), gib(change.reserved_bytes), f"{round(100 * (change.slower - 1)):+} %")
+            for change in report.changes
+        ]
+        content.append(table(("Change", "Peak reserved", "GPU time per token"), rows))
+    return section("short", "In short", content)
+
+
+def _schedule(report: Report) -> Markup:
+    layout, drawn = report.layout, timeline_of(report.layout)
+    own = {rank: drawn.stages_of_rank(rank) for rank in range(drawn.ranks)}
+    boxes = [
+        Box(
+            row=slot.rank,
+            colour=_KIND_COLOURS[slot.kind],
+            later=own[slot.rank].index(slot.stage) % 2 == 1,
+            label=str(slot.microbatch),
+            start=float(slot.start),
+            end=float(slot.end),
+            tip=f"{KINDS[slot.kind]} of microbatch {slot.microbatch}, stage {slot.stage}",
+        )
+        for slot in drawn.slots
+    ]
+    kinds = [
+        (_KIND_COLOURS[kind], word) for kind, word in KINDS.items() if any(slot.kind == kind for slot in drawn.slots)
+    ]
+    note = (
+        f"{layout.schedule}: {layout.microbatches} microbatches of {layout.rows} window(s), {drawn.stages} stages. "
+        f"Grey is the bubble, {float(drawn.bubble):.1%} of all ranks' time. Unit of time: the forward pass of a "
+        "microbatch through a rank's stages; a backward pass takes two; sending takes none."
+    )
+    if layout.stages_per_rank() > 1:
+        note += " Every second stage of a rank is paler."
+    kept = [
+        (f"pp {rank}", ", ".join(map(str, own[rank])), f"{float(drawn.peak_of_rank(rank)):g}")
+        for rank in range(drawn.ranks)
+    ]
+    listing = folded("microbatches kept at a time", table(("Rank", "Stages", "In flight at most"), kept, texts=2))
+    names = [f"pp {rank}" for rank in range(drawn.ranks)]
+    content = [legend(kinds), gantt_chart(names, boxes, float(drawn.total)), listing]
+    return section("schedule", "Pipeline schedule", content, note)
+
+
+def _communication(report: Report) -> Markup:
+    rows = [
+        (row.collective, row.dim, f"{row.calls:,}", gib(row.bytes), seconds(time), seconds(exposed))
+        for row, time, exposed in report.exchanges
+    ]
+    heads = ("Collective", "Dimension", "Calls", "Sent", "Takes", "In the open")
+    if not rows:
+        return section("communication", "Communication of a step", tag("p", "none"))
+    longest = max(time for _, time, _ in report.exchanges) or 1.0
+    bars = [
+        Bar(
+            f"{row.collective}, {row.dim}",
+            [
+                (6, exposed, f"in the open  {seconds(exposed)}"),
+                (7, time - exposed, f"hidden  {seconds(time - exposed)}"),
+            ],
+            seconds(time),
+        )
+        for row, time, exposed in report.exchanges
+        if time > longest / 200
+    ]
+    note = f"Per rank: of each kind the rank that sends most. The step takes {rounded(report.time.seconds)} s."
+    parts = [legend([(6, "in the open"), (7, "hidden behind computing")]), bar_chart(bars), table(heads, rows, texts=2)]
+    return section("communication", "Communication of a step", parts, note)
