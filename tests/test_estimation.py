@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_train import clean_environment
+from titan.config.errors import UserError
 from titan.config.loader import LoadedConfig, load_and_check_plan
 from titan.estimation.hardware import PROFILES, find_hardware
 from titan.estimation.report import Report
@@ -36,6 +37,8 @@ KEYS = {
     "peak_at",
     "fits",
     "breakdown_bytes",
+    "host_bytes",
+    "closed_form",
     "model_flops_per_step",
     "hardware_flops_per_step",
     "tokens_per_second_per_gpu",
@@ -212,6 +215,39 @@ def test_every_feature_has_an_estimate(arguments: tuple[str, ...], capsys: pytes
         assert 0 < rank.peak_active_bytes < rank.peak_reserved_bytes * 1.01
     assert all(0 <= share <= 1 for share in made.time.exposed.values())
     assert list(made.lines())
+
+
+def test_both_methods_side_by_side(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The trace counts, and its table says how far the closed form is from it."""
+    given = ["--job.config_file=llama3_8b.toml", "--estimation.gpus=8", "--training.seq_len=2048"]
+    given += [f"--estimation.json={tmp_path / 'out.json'}", "--training.enable_cpu_offload"]
+    assert estimate(*planned(*given, "--estimation.method=both")) == 0
+    out, found = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+    (closed,) = report(*given).ranks
+    assert found["closed_form"]["peak_reserved_bytes"] == closed.peak_reserved_bytes != found["peak_reserved_bytes"]
+    difference = closed.peak_reserved_bytes / found["peak_reserved_bytes"] - 1
+    assert found["closed_form"]["difference"] == difference
+    assert f"{difference:.1%}" in out
+    assert "host memory for what is offloaded: 15.0 GiB a rank, 119.7 GiB a node of 8 rank(s)" in out
+
+
+def test_a_family_whose_sizes_have_other_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A trace needs no closed form; only times do. This family is a Llama by other names."""
+    given = ["--experimental.custom_import=tests.estimation.traced_models", "--estimation.gpus=2"]
+    given += ["--model.tokenizer_path=tiny", "--training.seq_len=128", "--estimation.method=trace"]
+    own, known = (report(*given, f"--model.name={name}", "--model.flavor=eight") for name in ("renamed", "traced"))
+    assert own.ranks == known.ranks
+    assert (own.parameters, own.flops, own.tokens_per_step) == (known.parameters, known.flops, known.tokens_per_step)
+    assert (own.time, own.tokens_per_second, own.mfu) == (None, None, None)
+    target = tmp_path / "out.json"
+    arguments = [*given, "--model.name=renamed", "--model.flavor=eight", f"--estimation.json={target}"]
+    assert estimate(*planned(*arguments)) == 0
+    assert "speed: not estimated. model.name = " in capsys.readouterr().out
+    found = json.loads(target.read_text())
+    assert found.keys() == KEYS
+    assert found["step_seconds"] is None
+    with pytest.raises(UserError, match="trace needs none"):
+        report(*given[:-1], "--model.name=renamed", "--model.flavor=eight")
 
 
 def test_a_trace_agrees_with_the_closed_form() -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from titan.config.job_config import JobConfig
+from titan.config.loader import load_and_check_plan
+from titan.estimation.hardware import find_hardware
 from titan.estimation.layout import Checkpointing, Layout, ModelShape, even_stages
 from titan.models.spec import model_families
 
@@ -44,3 +48,45 @@ def layout_of_row(row: dict[str, Any]) -> Layout:
         async_tp=row["async_tp"],
         reference="torchtitan-2025" if row["date"] >= _OWN_GROUPS else "torchtitan-2024",
     )
+
+
+def arguments_of_row(row: dict[str, Any]) -> tuple[str, ...]:
+    """The run of a row as a command line."""
+    name, flavor = row["model"].replace("3.1", "3").split("-")
+    settings: dict[str, object] = {
+        "estimation.gpus": row["gpus"],
+        "estimation.hardware": "h100-500w",
+        "estimation.compat": "torchtitan-2025" if row["date"] >= _OWN_GROUPS else "torchtitan-2024",
+        "model.name": name,
+        "model.flavor": flavor,
+        "training.seq_len": row["seq_len"],
+        "training.local_batch_size": row["local_batch"],
+        "parallelism.data_parallel_replicate_degree": row["dp_replicate"],
+        "parallelism.data_parallel_shard_degree": row["dp_shard"],
+        "parallelism.tensor_parallel_degree": row["tp"],
+        "parallelism.context_parallel_degree": row["cp"],
+        "parallelism.enable_async_tensor_parallel": row["async_tp"],
+        "activation_checkpoint.mode": "full" if row["ac"] == "full" else "selective",
+        "compile.enable": bool(row["compile"]),
+    }
+    if row["pp"] > 1:
+        settings |= {
+            "parallelism.pipeline_parallel_degree": row["pp"],
+            "parallelism.pipeline_parallel_schedule": row["pp_schedule"],
+            "parallelism.pipeline_parallel_microbatch_size": row["local_batch"] // row["pp"],
+        }
+    if row["quant"].startswith("float8"):
+        settings |= {
+            "float8.enable_float8_linear": True,
+            "float8.recipe_name": "rowwise" if "rowwise" in row["quant"] else "tensorwise",
+            "float8.enable_fsdp_float8_all_gather": "fp8 all-gather" in row["quant"],
+        }
+    return tuple(
+        f"--{key}={'true' if value is True else value}" for key, value in settings.items() if value is not False
+    )
+
+
+def job_of_row(arguments: Sequence[str]) -> JobConfig:
+    """The config of a row's command line, checked for the hardware that it names."""
+    loaded, _ = load_and_check_plan(arguments, 1, lambda name: find_hardware(name).machine)
+    return loaded.config

@@ -6,8 +6,11 @@ import pytest
 
 import tests.distributed.tiny_models  # noqa: F401  (registers the tokenizer)
 from tests.estimation.traced_models import ARGUMENTS
-from titan.config.loader import load_and_check
+from titan.config.derived import pipeline_microbatches
+from titan.config.loader import load_and_check, load_and_check_plan
+from titan.estimation import dry_pipeline, dry_step
 from titan.estimation.events import Allocation, Free, Place, Trace
+from titan.estimation.hardware import find_hardware
 from titan.estimation.replay import replay
 from titan.estimation.trace import trace_layout
 
@@ -18,6 +21,46 @@ LAYOUTS = {
     "every second layer": (2, ["activation_checkpoint.selective_ac_option=2"]),
 }
 SWEEP = {
+    "float8": (2, ["float8.enable_float8_linear=true", "float8.enable_fsdp_float8_all_gather=true"]),
+    "float8 compiled": (
+        2,
+        [
+            "compile.enable=true",
+            "float8.enable_float8_linear=true",
+            "float8.enable_fsdp_float8_all_gather=true",
+        ],
+    ),
+    "float8 tp2": (4, ["float8.enable_float8_linear=true", "parallelism.tensor_parallel_degree=2"]),
+    **{
+        f"ring, compile {compiled}": (
+            2,
+            [
+                f"compile.enable={compiled}",
+                "parallelism.context_parallel_degree=2",
+                "parallelism.context_parallel_rotate_method=alltoall",
+            ],
+        )
+        for compiled in ("false", "true")
+    },
+    "weights on the host": (2, ["training.enable_cpu_offload=true"]),
+    "weights on the host, float8": (
+        2,
+        [
+            "training.enable_cpu_offload=true",
+            "float8.enable_float8_linear=true",
+            "float8.enable_fsdp_float8_all_gather=true",
+        ],
+    ),
+    "activations on the host": (2, ["activation_checkpoint.offload=true"]),
+    "activations on the host, full, compiled": (
+        2,
+        ["activation_checkpoint.offload=true", "activation_checkpoint.mode=full", "compile.enable=true"],
+    ),
+    "documents": (2, ["model.attn_mask=document"]),
+    "documents compiled": (2, ["model.attn_mask=document", "compile.enable=true"]),
+    "documents cp2": (2, ["model.attn_mask=document", "parallelism.context_parallel_degree=2"]),
+    "documents varlen": (2, ["model.attn_mask=document", "model.attn_backend=varlen"]),
+    "fp32 cp2": (2, ["parallelism.context_parallel_degree=2", "training.mixed_precision_param=float32"]),
     "fsdp2 tp2": (4, ["parallelism.tensor_parallel_degree=2"]),
     "compiled": (2, ["compile.enable=true"]),
     "every third of eleven layers": (
@@ -57,6 +100,15 @@ SWEEP = {
         2,
         ["parallelism.pipeline_parallel_degree=2", "parallelism.pipeline_parallel_schedule=Interleaved1F1B"],
     ),
+    "interleaved, stages of more layers": (
+        2,
+        [
+            "parallelism.pipeline_parallel_degree=2",
+            "parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+            "model.flavor=twenty-six",
+            "training.seq_len=64",
+        ],
+    ),
     "all dimensions": (
         8,
         ["parallelism.tensor_parallel_degree=2", "parallelism.context_parallel_degree=2"],
@@ -65,7 +117,8 @@ SWEEP = {
 
 
 def compare(ranks: int, settings: list[str]) -> None:
-    job = load_and_check([*ARGUMENTS, *(f"--{setting}" for setting in settings)], ranks).config
+    arguments = [*ARGUMENTS, *(f"--{setting}" for setting in settings), f"--estimation.gpus={ranks}"]
+    job = load_and_check_plan(arguments, 1, lambda name: find_hardware(name).machine)[0].config
     assert trace_layout(job, ranks) == trace_layout(job, ranks, replayed=False)
 
 
@@ -80,6 +133,23 @@ def test_replay_equals_the_whole_trace(name: str) -> None:
 @pytest.mark.parametrize("name", SWEEP)
 def test_replay_equals_the_whole_trace_in_more_layouts(name: str) -> None:
     compare(*SWEEP[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_some_microbatches_stand_for_all(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ["--parallelism.pipeline_parallel_degree=2", f"--parallelism.pipeline_parallel_schedule={schedule}"]
+    job = load_and_check([*ARGUMENTS, *settings, "--training.seq_len=64", "--training.local_batch_size=12"], 4).config
+    assert [dry_pipeline.traced_microbatches(job, rank) for rank in range(2)] == (
+        [5, 4] if schedule == "1F1B" else [6, 6]
+    )
+    some = trace_layout(job, 4)
+    monkeypatch.setattr(dry_step, "traced_microbatches", lambda job, rank: pipeline_microbatches(job))
+    for few, whole in zip(some, trace_layout(job, 4), strict=True):
+        assert (few.hardware_flops, few.traffic) == (whole.hardware_flops, whole.traffic)
+        assert few.peak_reserved_bytes == whole.peak_reserved_bytes
+        losses = 0 if few is some[0] else 7 * 2 * 512  # the last stage keeps a number for each microbatch
+        assert whole.peak_active_bytes - few.peak_active_bytes <= losses
 
 
 def toy(*, odd: bool = False) -> Trace:
@@ -98,7 +168,7 @@ def toy(*, odd: bool = False) -> Trace:
 
 
 def test_what_the_next_layer_made_is_freed() -> None:
-    trace = replay(toy(), 7)
+    trace = replay(toy(), [7])
     made = {event.object: event.unit for event in trace.events if isinstance(event, Allocation)}
     assert list(made.values()) == [0, 1, 2, 3, 4, 5, 6]
     freed = [(event.unit, made[event.object]) for event in trace.events if isinstance(event, Free)]
@@ -108,4 +178,4 @@ def test_what_the_next_layer_made_is_freed() -> None:
 
 def test_layers_that_differ_are_refused() -> None:
     with pytest.raises(ValueError, match="aren't alike"):
-        replay(toy(odd=True), 7)
+        replay(toy(odd=True), [7])

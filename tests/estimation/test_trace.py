@@ -1,4 +1,4 @@
-"""A traced step against the same step run for real on CPUs: products, messages, bytes alive; and published peaks."""
+"""A traced step against the same step run for real on CPUs: products, messages, bytes alive."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -26,8 +27,6 @@ from titan.estimation.dry_step import trace_step
 from titan.estimation.peak import classify, find_peak
 from titan.estimation.trace import trace_layout
 
-GIB = 2**30
-
 
 def real_run(arguments: list[str]) -> tuple[SmallRun, Callable[[], object]]:
     """A run that has done a step, and what does the next one, without labels to ignore."""
@@ -40,9 +39,9 @@ def real_run(arguments: list[str]) -> tuple[SmallRun, Callable[[], object]]:
     return run, lambda: run.steps.run(2, [Microbatch(part, part) for part in mine], valid_tokens=tokens.numel())
 
 
-def traced(arguments: list[str], ranks: int) -> Any:
+def traced(arguments: list[str], ranks: int, rank: int = 0) -> Any:
     job = load_and_check([*ARGUMENTS, *arguments], ranks).config
-    return trace_step(job, ranks, model_sizes(job).n_layers, 1).trace
+    return trace_step(job, ranks, model_sizes(job).n_layers, 1, rank=rank).trace
 
 
 def real_flops(arguments: list[str]) -> int:
@@ -107,14 +106,33 @@ def real_messages(arguments: list[str]) -> tuple[dict[str, int], dict[str, int]]
 def test_messages_are_those_of_a_real_step(worlds: Worlds, ranks: int, settings: list[str]) -> None:
     arguments = [*ARGUMENTS, "--model.flavor=two", "--training.mixed_precision_param=bfloat16"]
     arguments += ["--activation_checkpoint.mode=selective", *(f"--{setting}" for setting in settings)]
+    assert worlds(ranks).run(real_messages, arguments)[0] == traced_messages(arguments, ranks, 0)
+
+
+def traced_messages(arguments: list[str], ranks: int, rank: int) -> tuple[dict[str, int], dict[str, int]]:
     calls: Counter[str] = Counter()
     size: Counter[str] = Counter()
-    for counts in traced(arguments, ranks).messages.values():
+    for counts in traced(arguments, ranks, rank).messages.values():
         for message, count in counts.items():
             if message.bytes > 16:  # the real count leaves out a step's few numbers
                 calls[message.collective] += count
                 size[message.collective] += count * message.bytes
-    assert worlds(ranks).run(real_messages, arguments)[0] == (dict(calls), dict(size))
+    return dict(calls), dict(size)
+
+
+PIPELINE = [
+    "--training.mixed_precision_param=bfloat16",
+    "--training.local_batch_size=4",
+    "--parallelism.pipeline_parallel_degree=2",
+    "--parallelism.pipeline_parallel_schedule=1F1B",
+]
+
+
+def test_messages_of_a_pipeline_are_those_of_a_real_step(worlds: Worlds) -> None:
+    arguments = [*ARGUMENTS, *PIPELINE, "--model.flavor=two"]
+    real = worlds(2).run(real_messages, arguments)
+    assert real == [traced_messages(arguments, 2, rank) for rank in range(2)]
+    assert {*real[0][0]} >= {"send", "recv"}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -128,6 +146,9 @@ class LiveBytes(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().startswith("titan::"):  # its own operators hide from modes what they are made of
+            with self:
+                return func.redispatch(DispatchKeySet(DispatchKey.CPU), *args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)}
         for result in tree_iter(out):
@@ -166,11 +187,23 @@ class LiveBytes(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
 
+def pipeline_stages(run: SmallRun) -> list[Any]:
+    schedule = getattr(run.stages, "_schedule", None)
+    return [] if schedule is None else [schedule._stage]
+
+
+def receiving(stage: Any) -> list[Any]:
+    """What a stage knows of each tensor that it receives, and the memory for it, which it keeps."""
+    per_microbatch = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
+    return [info for infos in per_microbatch for info in infos if info.buffer is not None]
+
+
 def real_peak(arguments: list[str]) -> int:
     run, step = real_run(arguments)
     storages = {}
+    received = [info.buffer for stage in pipeline_stages(run) for info in receiving(stage)]
     states = [tensor for state in run.optimizer.state.values() for tensor in state.values()]
-    for tensor in [*run.parameters(), *run.model.buffers(), *states]:
+    for tensor in [*run.parameters(), *run.model.buffers(), *states, *received]:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         storages[local.untyped_storage()._cdata] = local.untyped_storage().nbytes()
     with LiveBytes(sum(storages.values())) as live:
@@ -186,6 +219,15 @@ def test_bytes_alive_are_those_of_a_real_step(worlds: Worlds, mode: str) -> None
     trace = traced(arguments, 1)
     (expected,) = worlds(1).run(real_peak, arguments)
     assert find_peak(classify(trace.events, trace.categories)).active_bytes == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("mode", ["full", pytest.param("none", marks=pytest.mark.slow)])
+def test_bytes_alive_in_a_pipeline_are_those_of_a_real_step(worlds: Worlds, mode: str) -> None:
+    arguments = [*ARGUMENTS, *PIPELINE, "--model.flavor=wide", f"--activation_checkpoint.mode={mode}"]
+    traces = [traced(arguments, 2, rank) for rank in range(2)]
+    peaks = [find_peak(classify(trace.events, trace.categories)) for trace in traces]
+    assert [peak.active_bytes for peak in peaks] == pytest.approx(worlds(2).run(real_peak, arguments), rel=0.01)
+    assert all(peak.breakdown["communication"] > 0 and peak.breakdown["gradients"] > 0 for peak in peaks)
 
 
 def test_process_is_left_as_it_was() -> None:
@@ -213,22 +255,6 @@ def test_refuses_within_a_job(worlds: Worlds) -> None:
     assert "running job" in worlds(1).run(trace_here)[0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        (["parallelism.context_parallel_degree=2", "training.mixed_precision_param=float32"], "mixed_precision_param"),
-        (
-            ["parallelism.context_parallel_degree=2", "parallelism.context_parallel_rotate_method=alltoall"],
-            "context_parallel_rotate_method",
-        ),
-    ],
-)
-def test_refuses_what_it_would_get_wrong(settings: list[str], key: str) -> None:
-    job = load_and_check([*ARGUMENTS, *(f"--{setting}" for setting in settings)], 4).config
-    with pytest.raises(UserError, match=key):
-        trace_layout(job, 4)
-
-
 @pytest.mark.slow
 def test_compiled_step_multiplies_as_much() -> None:
     """With the same results kept, as much is computed again."""
@@ -236,37 +262,3 @@ def test_compiled_step_multiplies_as_much() -> None:
     eager, compiled = (trace_layout(config, 2)[0] for config in job)
     assert compiled.hardware_flops == eager.hardware_flops
     assert compiled.traffic == eager.traffic
-
-
-# (GPUs, rows per GPU, compiled, GiB): torchtitan's published peaks of reserved memory, Llama 3 8B at 8,192 tokens,
-# FSDP, selective checkpointing by operator. From its documents of 2024-12 (tables 1 and 3), its issues and its pull
-# requests.
-PUBLISHED = [
-    (8, 2, False, 82.4),
-    (8, 2, True, 77.0),
-    (128, 2, False, 67.0),
-    (8, 1, False, 49.59),
-    (8, 1, False, 49.41),
-    (8, 1, False, 49.58),
-    (8, 1, False, 47.38),
-    (8, 1, False, 47.82),
-    (8, 1, True, 47.65),
-]
-
-
-@pytest.mark.slow
-def test_published_peaks() -> None:
-    errors = []
-    for gpus, rows, compiled, gib in PUBLISHED:
-        settings = ["--model.flavor=8B", "--model.vocab_size=128256", "--training.seq_len=8192"]
-        settings += [f"--training.local_batch_size={rows}", "--activation_checkpoint.mode=selective"]
-        settings += ["--compile.enable"] if compiled else []
-        job = load_and_check(["--model.name=llama3", *settings], gpus).config
-        (estimate,) = trace_layout(job, gpus, compat=True)
-        errors.append(estimate.peak_reserved_bytes / GIB / gib - 1)
-        print(
-            f"{gpus} GPUs, {rows} rows: {estimate.peak_reserved_bytes / GIB:.1f} GiB, {gib} measured, {errors[-1]:+.1%}"
-        )
-    magnitudes = sorted(abs(error) for error in errors)
-    assert magnitudes[len(magnitudes) // 2] < 0.025
-    assert magnitudes[-1] < 0.10

@@ -37,6 +37,13 @@ def pipeline_microbatches(config: JobConfig) -> int:
     return config.training.local_batch_size // settings.pipeline_parallel_microbatch_size
 
 
+def microbatch_rows(config: JobConfig) -> int:
+    """Windows that go through the model at once."""
+    settings = config.parallelism
+    pipelined = settings.pipeline_parallel_degree > 1
+    return settings.pipeline_parallel_microbatch_size if pipelined else config.training.local_batch_size
+
+
 def float8_recipe(settings: Float8) -> str:
     """What shares a scale in float8 products: "tensorwise" unless another recipe is set."""
     return settings.recipe_name or "tensorwise"
@@ -82,10 +89,14 @@ def state_dtype(config: JobConfig) -> str:
 def model_sizes(config: JobConfig) -> Any:
     """The family's sizes of the flavor, with the normalisation and the vocabulary that the config sets.
 
+    Where another trainer's step is estimated, rotary tables are as long as its windows: it makes them so.
+
     Raises:
         KeyError: no family or flavor of that name; the checks refuse such a config.
     """
     chosen = {"norm_type": config.model.norm_type, "vocab_size": config.model.vocab_size}
+    if config.estimation.compat is not None:
+        chosen["max_seq_len"] = config.training.seq_len
     sizes = model_families()[config.model.name].flavors[config.model.flavor]
     return dataclasses.replace(sizes, **{name: value for name, value in chosen.items() if value is not None})
 

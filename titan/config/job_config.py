@@ -548,9 +548,10 @@ class Estimation:
     """Of the dry run, estimation.py; train.py reads none of it."""
 
     gpus: int | None = setting(None, "Ranks of the run (unset: WORLD_SIZE).", minimum=1, compare=False)
-    method: Literal["analytic", "trace"] = setting(
+    method: Literal["analytic", "trace", "both"] = setting(
         "analytic",
-        "How memory is estimated: in closed form, or from a trace of titan's own step on tensors without memory.",
+        "How memory is estimated: in closed form, from a trace of titan's own step on tensors without memory, or by "
+        "both; the trace then says what fits.",
         compare=False,
     )
     hardware: str = setting(

@@ -64,6 +64,7 @@ def estimate(layout: Layout) -> list[RankEstimate]:
                 hardware_flops=hardware_flops(layout, rank),
                 traffic=traffic_of_rank(layout, rank),
                 moments=moments_of(layout, rank),
+                host_bytes=host_bytes(layout, rank),
             )
         )
     return estimates
@@ -122,6 +123,18 @@ def reserved_bytes(layout: Layout, rank: int) -> int:
     pairs = [first + second for first, second in pairwise(sizes)] or sizes
     gather_pool = max(pairs) * (1 + 1 / layout.shards)
     return round(_FRAGMENTED * computing + gather_pool + _sharded_gradients(layout, groups))
+
+
+def host_bytes(layout: Layout, rank: int) -> int:
+    """What is offloaded: weights, gradients and the optimizer's state; and what blocks keep."""
+    states = kept = 0.0
+    if layout.cpu_offload:
+        parameters = sum(group.parameters for group in _groups_of_rank(layout, rank))
+        states = (2 * layout.weight + layout.moments * layout.moment) * parameters / layout.shards
+    if layout.checkpointing.offload:
+        layers = sum(stage.layers for stage in layout.stages[rank]) // layout.checkpointing.every
+        kept = float(microbatches_in_flight(layout, rank)) * layers * layout.kept(layout.checkpointing.mode)
+    return round(states + kept)
 
 
 def _groups_of_rank(layout: Layout, rank: int) -> list[Group]:

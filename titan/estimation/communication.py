@@ -133,9 +133,10 @@ def _context_parallel(layout: Layout, stages: Sequence[Stage]) -> Iterator[Traff
     own = layout.checkpointing
     again = 1 / own.every if own.mode == "full" or (own.mode == "op" and not layout.ring) else 0
     forwards = round(blocks * (1 + again))
-    if layout.ring:  # keys and values again in the backward pass, and their gradients all the way round
-        hops = (cp - 1) * (forwards + 2 * blocks)
-        yield Traffic("send", "cp", hops, hops * keys_values)
+    if layout.ring:  # keys and values again in the backward pass, and their gradients, in fp32, all the way round
+        hops, hops_of_gradients = (cp - 1) * (forwards + blocks), (cp - 1) * blocks
+        size = keys_values * hops + keys_values * 4 // layout.element * hops_of_gradients
+        yield Traffic("send", "cp", hops + hops_of_gradients, size)
     else:
         yield Traffic("all_gather", "cp", forwards, forwards * (cp - 1) * keys_values)
         yield Traffic("reduce_scatter", "cp", blocks, blocks * (cp - 1) * keys_values)

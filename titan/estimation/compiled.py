@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from titan.estimation.course import Course, Recorder
 from titan.estimation.tracer import Tracer
 
 _FUSIBLE_REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "var_mean", "rsqrt"})
@@ -43,7 +44,11 @@ def _boxed(run: Callable[[list[Any]], Any]) -> Callable[..., Any]:
 
 
 class _Fused:
-    """Runs a graph. Takes its inputs as a list, which it empties, so that they can be freed after their last use."""
+    """Runs a graph. Takes its inputs as a list, which it empties, so that they can be freed after their last use.
+
+    All layers, microbatches and passes have the same graphs; so what one does with memory is found once, node by node,
+    and then done again.
+    """
 
     def __init__(self, graph: fx.GraphModule, tracer: Tracer) -> None:
         self._graph, self._tracer = graph, tracer
@@ -56,15 +61,24 @@ class _Fused:
         for node in reversed(nodes):
             if node.op == "call_function" and (_is_view(node) or _fuses(node)) and _in_registers(node, self._hidden):
                 self._hidden.add(node)
+        self._courses: dict[tuple[int, ...], Course] = {}  # by the sizes that it is given
 
     def __call__(self, inputs: list[Any]) -> Any:
+        sizes = tuple(value for value in inputs if isinstance(value, int))
+        if sizes not in self._courses:
+            self._courses[sizes] = self._recorded(inputs)
+        return self._courses[sizes].follow(inputs, self._tracer)
+
+    def _recorded(self, inputs: Sequence[Any]) -> Course:
+        with Recorder(self._tracer, inputs) as recorder:
+            return recorder.course(self._by_node(inputs, recorder.dropped))
+
+    def _by_node(self, inputs: Sequence[Any], dropped: Callable[[Any], None]) -> Any:
         values: dict[fx.Node, Any] = {}
-        given = list(inputs)
-        inputs.clear()
-        given.reverse()
+        given = iter(inputs)
         for node in self._graph.graph.nodes:
             if node.op == "placeholder":
-                values[node] = given.pop()
+                values[node] = next(given)
             elif node.op == "get_attr":
                 values[node] = getattr(self._graph, str(node.target))
             elif node.op == "output":
@@ -76,6 +90,7 @@ class _Fused:
                     values[node] = node.target(*args, **kwargs)
                 del args, kwargs
             for used in self._dropped.get(node, ()):
+                dropped(values[used])
                 del values[used]
         raise AssertionError("a graph ends with its output")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -14,23 +15,38 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from titan.config.derived import compiles, global_batch_size, model_sizes, model_stages
+from titan.config.derived import (
+    compiles,
+    global_batch_size,
+    microbatch_rows,
+    model_sizes,
+    model_stages,
+    pipeline_microbatches,
+)
 from titan.config.job_config import JobConfig
 from titan.data.microbatch import Microbatch
-from titan.estimation.compat import torchtitan_2024
+from titan.estimation.compat import torchtitan
 from titan.estimation.compiled import fusing_backend
-from titan.estimation.events import Trace
+from titan.estimation.dry_pipeline import (
+    count_all_sent,
+    holding_what_is_sent,
+    run_each_stage,
+    shortened,
+    traced_microbatches,
+)
+from titan.estimation.events import HOST, Trace
 from titan.estimation.fake_world import accelerator_operators, fake_world
-from titan.estimation.replay import REPEATED
+from titan.estimation.replay import REPEATED, TRACED
 from titan.estimation.tracer import Tracer
 from titan.models.batch import Batch
 from titan.models.layers.head import Head
+from titan.parallelisms.float8 import unwrapped
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.training.gradients import local_part
 from titan.training.initialize import materialize
 from titan.training.optimizer import ModelOptimizer, build_optimizer
 from titan.training.optimizer_groups import plan_updates
-from titan.training.step import Stages, TrainStep, build_model, build_stages
+from titan.training.step import Share, Stages, TrainStep, WholeModel, build_model, build_stages
 
 _CPU = torch.device("cpu")  # what fake tensors pretend to be on; any other needs a build of torch that has it
 _MICROBATCHES = 3  # traced at most: the first, which finds no gradients, one like all others, and the last
@@ -38,25 +54,28 @@ _MICROBATCHES = 3  # traced at most: the first, which finds no gradients, one li
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
-    """A trace and how many parameters the traced model has on a rank before data parallel sharding."""
+    """What was traced.
+
+    Attributes:
+        parameters: that the traced model has on a rank, before data parallel sharding.
+        per_unit: the same of the unit that is repeated of each stage.
+    """
 
     trace: Trace
     parameters: int
-    parameters_per_unit: int
+    per_unit: Sequence[int]
 
 
-def trace_step(
-    job: JobConfig, world_size: int, layers: int, period: int, *, rank: int = 0, compat: bool = False
-) -> TracedStep:
+def trace_step(job: JobConfig, world_size: int, layers: int, period: int, *, rank: int = 0) -> TracedStep:
     """One step of a rank.
 
     Args:
         layers: how many of the model's are traced, or of each of the rank's pipeline stages, if those have as many.
         period: layers of a unit.
         rank: whose step it is.
-        compat: see `trace_layout`.
     """
-    with fake_world(world_size, rank), torchtitan_2024() if compat else nullcontext():
+    compat = job.estimation.compat
+    with fake_world(world_size, rank), nullcontext() if compat is None else torchtitan(compat):
         dims = ParallelDims.from_config(job.parallelism, world_size)
         dims.build()
         sizes = model_sizes(job)
@@ -64,20 +83,30 @@ def trace_step(
             sizes = dataclasses.replace(cast(Any, sizes), n_layers=layers)
         model = build_model(job, sizes)
         updates = plan_updates(job, model)
-        tracer = Tracer(_dimension_names(dims))
+        tracer = Tracer(
+            _dimension_names(dims),
+            documents=microbatch_rows(job),  # one in each row
+            weights_on_host=job.training.enable_cpu_offload,
+        )
         compiled = compiles(job, "model")
         if compiled:
             backend = cast(Any, fusing_backend(tracer))  # torch takes functions, too
             job = dataclasses.replace(job, compile=dataclasses.replace(job.compile, backend=backend))
-        with _fewer_layers(job, layers) if dims.pp > 1 else nullcontext():
+        traced = traced_microbatches(job, dims.world.get_local_rank("pp")) if dims.pp > 1 else 1
+        with shortened(job, layers, traced, tracer) if dims.pp > 1 else nullcontext():
             inner = build_stages(model, job, dims, _CPU)
         del model
         parts = inner.parts
         numbering = _number_layers(parts, job, layers, period)
         for part in parts:
             _mark(part, numbering, tracer)
-        stages, microbatches = _Marked(inner, tracer), _microbatches(job, dims)
-        with FakeTensorMode(allow_non_fake_inputs=True), accelerator_operators(fused_norm=not compat):
+        rows = traced * job.parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else None
+        stages, microbatches = _Marked(inner, tracer, rows), _microbatches(job, dims)
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            accelerator_operators(fused_norm=compat is None),
+            holding_what_is_sent(job, traced) if dims.pp > 1 else nullcontext(),
+        ):
             for part in parts:
                 materialize(part, _CPU)
             optimizer = build_optimizer(job, updates, parts)
@@ -86,42 +115,32 @@ def trace_step(
                 if isinstance(part, FSDPModule):
                     part._get_fsdp_state()._lazy_init()  # else in the first forward pass, where it would be counted
             with tracer.watching(), tracer.pause():
-                if compiled:
+                if compiled and isinstance(inner, WholeModel):
                     step.run(1, microbatches[:1], valid_tokens=1)  # compiles, and makes the optimizer's state
+                elif compiled:
+                    share = Share(job, dims, _CPU)(microbatches[0])
+                    run_each_stage(
+                        cast(Any, inner), share.rows(slice(job.parallelism.pipeline_parallel_microbatch_size))
+                    )
+                    optimizer.step()
+                    optimizer.zero_grad()
                 else:
                     _fill_state(optimizer)
             units = _units_of_parameters(parts, numbering)
             with tracer.watching():
                 tracer.enter("build", None)
                 with tracer.pause():  # taking a tensor's local part is no part of the step
-                    _add_states(tracer, parts, optimizer, units)
+                    _add_states(tracer, parts, optimizer, units, HOST if job.training.enable_cpu_offload else None)
                 stages.start(len(microbatches))
                 step.run(1, microbatches[:_MICROBATCHES], valid_tokens=1)
+    if dims.pp > 1:
+        count_all_sent(tracer.trace, traced, pipeline_microbatches(job))
     sizes_of = [(_rank_size(parameter, dims), unit) for parameter, unit in units.items()]
     return TracedStep(
         tracer.trace,
         sum(size for size, _ in sizes_of),
-        sum(size for size, unit in sizes_of if unit == REPEATED),
+        [sum(size for size, unit in sizes_of if unit == TRACED * stage + REPEATED) for stage in range(len(parts))],
     )
-
-
-@contextmanager
-def _fewer_layers(job: JobConfig, layers: int) -> Iterator[None]:
-    """Give each pipeline stage of this process no more than some of its layers."""
-    from titan.parallelisms import pipeline
-
-    cut, stages = pipeline.cut, model_stages(job)
-    names = set() if stages is None else set(stages.layers)
-
-    def shorter(model: nn.Module, kept: Sequence[str]) -> nn.Module:
-        whole = [name for name in kept if name in names]
-        return cut(model, [name for name in kept if name not in whole[layers:]])
-
-    pipeline.cut = shorter
-    try:
-        yield
-    finally:
-        pipeline.cut = cut
 
 
 def _dimension_names(dims: ParallelDims) -> dict[str, str]:
@@ -131,19 +150,23 @@ def _dimension_names(dims: ParallelDims) -> dict[str, str]:
 
 
 def _number_layers(parts: Sequence[nn.Module], job: JobConfig, layers: int, period: int) -> dict[nn.Module, int]:
-    """The unit of each layer. What doesn't fill a unit belongs to the last one.
+    """The unit of each layer. What doesn't fill a unit belongs to the last one of the stage.
 
-    Where a rank has several pipeline stages, each layer is a unit of its own.
+    Where a rank has several pipeline stages with too many layers to stand for others, each layer is a unit of its own.
     """
     stages = model_stages(job)
     if stages is None:
         return {}
     names = set(stages.layers)
-    modules = [module for part in parts for name, module in part.named_modules() if name in names]
-    if len(parts) > 1:
-        return {module: number for number, module in enumerate(modules)}
+    held = [[module for name, module in part.named_modules() if name in names] for part in parts]
     last = max(0, layers // period - 1)
-    return {module: min(last, number // period) for number, module in enumerate(modules)}
+    if len(parts) > 1 and any(len(modules) != TRACED for modules in held):
+        return {module: number for number, module in enumerate(chain(*held))}
+    return {
+        module: TRACED * stage + min(last, number // period)
+        for stage, modules in enumerate(held)
+        for number, module in enumerate(modules)
+    }
 
 
 def _mark(part: nn.Module, numbering: dict[nn.Module, int], tracer: Tracer) -> None:
@@ -174,8 +197,12 @@ def _mark_block(block: nn.Module, unit: int, tracer: Tracer, *, first: bool, aft
 class _Marked:
     """Stages that tell the tracer of their phases."""
 
-    def __init__(self, stages: Stages, tracer: Tracer) -> None:
-        self.parts, self._stages, self._tracer = stages.parts, stages, tracer
+    def __init__(self, stages: Stages, tracer: Tracer, rows: int | None) -> None:
+        """
+        Args:
+            rows: of each batch that are run; None for all.
+        """
+        self.parts, self._stages, self._tracer, self._rows = stages.parts, stages, tracer, slice(rows)
         self.start(1)
 
     def start(self, microbatches: int) -> None:
@@ -185,10 +212,10 @@ class _Marked:
     def forward_backward(self, batch: Batch, valid_tokens: int, last: bool) -> torch.Tensor:
         """See `titan.training.step.Stages`."""
         self._done += 1
-        self._tracer.times = self.total - _MICROBATCHES + 1 if self._done == 2 and self.total > _MICROBATCHES else 1
+        times = self.total - _MICROBATCHES + 1 if self._done == 2 and self.total > _MICROBATCHES else 1
         self._tracer.enter("forward", None)
-        loss = self._stages.forward_backward(batch, valid_tokens, last)
-        self._tracer.times = 1
+        with self._tracer.counted(times):
+            loss = self._stages.forward_backward(batch.rows(self._rows), valid_tokens, last)
         self._tracer.enter("optimizer", None)
         for part in self.parts if last else []:
             for parameter in part.parameters():
@@ -218,24 +245,29 @@ def _units_of_parameters(parts: Sequence[nn.Module], numbering: dict[nn.Module, 
 
 
 def _add_states(
-    tracer: Tracer, parts: Sequence[nn.Module], optimizer: ModelOptimizer, units: dict[nn.Parameter, int | None]
+    tracer: Tracer,
+    parts: Sequence[nn.Module],
+    optimizer: ModelOptimizer,
+    units: dict[nn.Parameter, int | None],
+    stream: int | None,
 ) -> None:
     for part in parts:
         for buffer in part.buffers():
             tracer.add(buffer, "parameters", None)
     for parameter, unit in units.items():
-        tracer.add(local_part(parameter), "parameters", unit)
+        tracer.add(local_part(unwrapped(parameter)), "parameters", unit, stream)
     for owner, state in optimizer.state.items():
         for tensor in state.values():
             if isinstance(tensor, torch.Tensor):
-                tracer.add(local_part(tensor), "optimizer", units[cast(nn.Parameter, owner)])
+                tracer.add(local_part(tensor), "optimizer", units[cast(nn.Parameter, owner)], stream)
 
 
 def _microbatches(job: JobConfig, dims: ParallelDims) -> list[Microbatch]:
     rows, length = job.training.local_batch_size, job.training.seq_len
     number = global_batch_size(job, dims.batch_degree) // (rows * dims.batch_degree)
     tokens = torch.zeros(rows, length, dtype=torch.int64)  # on the host, with values: losses look for ignored labels
-    return [Microbatch(tokens, tokens)] * number
+    documents = tokens if job.model.attn_mask == "document" else None  # how many there are makes no difference
+    return [Microbatch(tokens, tokens, documents, documents)] * number
 
 
 def _rank_size(parameter: nn.Parameter, dims: ParallelDims) -> int:

@@ -77,6 +77,7 @@ class RankEstimate:
         hardware_flops: of all products that are computed, those that are computed again included.
         traffic: what is sent.
         moments: of the step in order: those at which memory may peak, or what a trace saw, thinned out.
+        host_bytes: the most that tensors which are kept there take of the host's memory, for each rank.
     """
 
     name: str
@@ -89,6 +90,7 @@ class RankEstimate:
     hardware_flops: float
     traffic: Sequence[Traffic]
     moments: Sequence[Moment] = ()
+    host_bytes: int = 0
 
     @property
     def highest(self) -> list[Moment]:

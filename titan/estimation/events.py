@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+HOST = -1  # in place of a stream: memory of the host, not of the device
+
 
 class Place(NamedTuple):
     """Where in a step something happens.
@@ -27,11 +29,12 @@ class Allocation(NamedTuple):
     Attributes:
         object: its number; no two allocations of a trace have the same.
         bytes: above 0.
-        stream: that asks for it, 0 being the one that computes.
+        stream: that asks for it, 0 being the one that computes; or HOST.
         place: where it happens.
         unit: of layers that it is counted with; beside the place's, that of the parameter that it is made for.
         operator: whose result it is.
-        growth: bytes that each further unit of layers adds, of things like a list of all gradients' norms.
+        growth: (a stage, bytes that each further unit of its layers adds), of things like a list of all gradients'
+            norms.
         category: of `estimate.CATEGORIES`.
     """
 
@@ -41,7 +44,7 @@ class Allocation(NamedTuple):
     place: Place
     unit: int | None
     operator: str
-    growth: int = 0
+    growth: tuple[tuple[int, int], ...] = ()
     category: str = "temporaries"
 
 

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial
 
 from titan.config.errors import UserError
-from titan.parallelisms import context
+from titan.parallelisms import activation_offload, context, ring_attention
 from titan.parallelisms.ring_attention import flash_refusal
+
+_attend_on_any_device = context.attend
 
 
 @contextmanager
@@ -59,6 +61,8 @@ def accelerator_operators(*, fused_norm: bool) -> Iterator[None]:
         fused_norm: the RMS norm is one operator, as it has been on accelerators since torch 2.9.
     """
     norm, attention, attend, to = F.rms_norm, F.scaled_dot_product_attention, context.attend, torch.Tensor.to
+    on_cpu, copies = ring_attention.on_cpu, activation_offload.Copies
+    start, wait = copies.start, copies.wait
 
     def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         from torch._subclasses.fake_tensor import FakeTensor
@@ -76,12 +80,15 @@ def accelerator_operators(*, fused_norm: bool) -> Iterator[None]:
     if fused_norm:
         F.rms_norm = fused  # type: ignore[assignment]
     F.scaled_dot_product_attention = _attention
-    context.attend = _attend
+    context.attend, ring_attention.on_cpu = _attend, _on_accelerator
+    copies.start, copies.wait = _start_copy, _wait_for_copy  # type: ignore[method-assign,assignment]
     torch.Tensor.to = moved  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
         F.rms_norm, F.scaled_dot_product_attention, context.attend = norm, attention, attend
+        ring_attention.on_cpu = on_cpu
+        copies.start, copies.wait = start, wait  # type: ignore[method-assign]
         torch.Tensor.to = to  # type: ignore[method-assign]
 
 
@@ -95,20 +102,22 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """What scaled_dot_product_attention chooses on an accelerator without a mask.
+    """What scaled_dot_product_attention chooses on an accelerator.
 
-    The flash kernel alone takes grouped heads; of the kernels for other types one takes equal heads, and what remains
-    holds whole matrices of scores.
+    The flash kernel alone takes grouped heads, and no mask; of the kernels for other types, or with a mask, one takes
+    equal heads, and what remains holds whole matrices of scores.
     """
-    if attn_mask is not None:
-        raise UserError("attention with a mask can't be traced yet: model.attn_mask, or context parallelism in float32")
-    if flash_refusal(query) is None:
+    if attn_mask is None and flash_refusal(query) is None:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
     if query.shape[1] == key.shape[1]:
+        bias = None
+        if attn_mask is not None:  # yes or no becomes 0 or -inf, for all heads
+            bias = query.new_zeros(attn_mask.shape).masked_fill(attn_mask.logical_not(), -torch.inf)
+            bias = bias.expand(*query.shape[:-1], key.shape[2])
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, None, torch.is_grad_enabled(), dropout_p, is_causal)[0]
+        return efficient(query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal)[0]
     return torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, None, dropout_p, is_causal, enable_gqa=enable_gqa
+        query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa
     )[0]
 
 
@@ -117,8 +126,23 @@ def _attend(
 ) -> torch.Tensor:
     """`parallelisms.context.attend` on an accelerator."""
     if documents is not None or flash_refusal(query) is not None:
-        raise UserError("context parallelism with documents, or in float32, can't be traced yet")
+        return _attend_on_any_device(query, key, value, documents)
     return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+
+
+def _on_accelerator(x: torch.Tensor) -> bool:
+    return False
+
+
+def _start_copy(
+    copies: activation_offload.Copies, target: torch.Tensor, source: torch.Tensor, device: torch.device
+) -> Any:
+    """Copies beside the computation end later than they begin, also on what looks like a CPU."""
+    return torch.cpu.Event() if copies.beside else None
+
+
+def _wait_for_copy(copies: activation_offload.Copies, end: Any, device: torch.device) -> None:
+    pass
 
 
 class _RMSNorm(torch.autograd.Function):

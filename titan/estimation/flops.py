@@ -36,9 +36,11 @@ def recomputed(layout: Layout) -> tuple[float, float]:
         return 1 - own.budget, 1 - own.budget
     if own.mode == "none":
         return 0.0, 0.0
+    # Computing again stops short of w2, whose result nobody needs; but a float8 product keeps its inputs at its end.
+    last = products["w2"] if not layout.float8 or layout.compiled else 0
     if own.mode == "op":
-        return (products["wk"] + products["wo"] + products["w3"]) / total, 0.0
-    early = products["w2"] / total if own.early_stop or layout.reference else 0.0
+        return (products["wk"] + products["wo"] + products["w3"] + products["w2"] - last) / total, 0.0
+    early = last / total if own.early_stop or layout.reference else 0.0
     return (1 - early) / own.every, 1 / own.every
 
 
@@ -54,9 +56,12 @@ def _seen(layout: Layout) -> float:
     """Share of the keys that a rank's queries are multiplied with.
 
     With keys gathered over cp, a late and an early chunk of queries see those before their end, half and a bit of all.
+    In a ring they see all of their own, and half of all others.
     """
     cp = layout.cp
-    return (2 * cp + 1) / (4 * cp) if cp > 1 and layout.balanced and not layout.ring else 1.0
+    if layout.ring:
+        return (cp + 1) / (2 * cp) if layout.balanced else 1.0
+    return (2 * cp + 1) / (4 * cp) if cp > 1 and layout.balanced else 1.0
 
 
 def head_flops(layout: Layout) -> float:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from titan.config.derived import compiles, global_batch_size, model_sizes, model_stages, pipeline_microbatches
+from titan.config.derived import (
+    compiles,
+    global_batch_size,
+    microbatch_rows,
+    model_sizes,
+    model_stages,
+    pipeline_microbatches,
+)
 from titan.config.derived import state_dtype as moments_dtype
 from titan.config.errors import UserError
 from titan.config.job_config import ActivationCheckpoint, JobConfig
@@ -13,6 +20,16 @@ from titan.parallelisms.schedules import SCHEDULES, split, stages_of_rank
 _NEEDED = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "tied", "norm_type")
 
 
+def unknown_blocks(config: JobConfig) -> str | None:
+    """Why there is no closed form of a config's model; None if there is one."""
+    if lacking := [name for name in _NEEDED if not hasattr(model_sizes(config), name)]:
+        return (
+            f'model.name = "{config.model.name}": the closed form knows blocks like those of Llama, whose sizes have '
+            f"{', '.join(lacking)} as well"
+        )
+    return None
+
+
 def layout_of(config: JobConfig, world_size: int) -> Layout:
     """The layout of a config that passed its checks for so many ranks.
 
@@ -20,11 +37,8 @@ def layout_of(config: JobConfig, world_size: int) -> Layout:
         UserError: the model is of a family whose sizes aren't those of a Llama.
     """
     sizes, settings, training = model_sizes(config), config.parallelism, config.training
-    if lacking := [name for name in _NEEDED if not hasattr(sizes, name)]:
-        raise UserError(
-            f'model.name = "{config.model.name}": the closed form knows blocks like those of Llama, whose sizes have '
-            f"{', '.join(lacking)} as well"
-        )
+    if refusal := unknown_blocks(config):
+        raise UserError(f"{refusal}; estimation.method = trace needs none")
     dims = ParallelDims.from_config(settings, world_size)
     batch = global_batch_size(config, dims.batch_degree)
     reference = config.estimation.compat
@@ -35,7 +49,7 @@ def layout_of(config: JobConfig, world_size: int) -> Layout:
         model=model,
         stages=_stages(config),
         seq_len=training.seq_len,
-        rows=settings.pipeline_parallel_microbatch_size if dims.pp > 1 else training.local_batch_size,
+        rows=microbatch_rows(config),
         microbatches=pipeline_microbatches(config),
         accumulation=batch // (training.local_batch_size * dims.batch_degree),
         dp_replicate=dims.dp_replicate,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
 from titan.estimation.closed_form import analytic_layout
 from titan.estimation.estimate import RankEstimate
@@ -26,9 +25,11 @@ class Method(NamedTuple):
 def _traced(job: JobConfig, world_size: int) -> list[RankEstimate]:
     from titan.estimation.trace import trace_layout  # the only one that needs torch
 
-    if job.estimation.compat == "torchtitan-2025":
-        raise UserError('estimation.compat = "torchtitan-2025" is known to estimation.method = "analytic" alone')
-    return trace_layout(job, world_size, compat=job.estimation.compat == "torchtitan-2024")
+    return trace_layout(job, world_size)
 
 
-METHODS = {"analytic": Method("closed form", analytic_layout), "trace": Method("tracing a step", _traced)}
+METHODS = {
+    "analytic": Method("closed form", analytic_layout),
+    "trace": Method("tracing a step", _traced),
+    "both": Method("tracing a step, with the closed form beside it", _traced),
+}

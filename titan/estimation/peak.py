@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from titan.estimation.allocator import CachingAllocator
-from titan.estimation.events import Allocation, Event, Free, Place
+from titan.estimation.events import HOST, Allocation, Event, Free, Place
 from titan.estimation.history import History
 
 
@@ -20,6 +20,7 @@ class Peak(NamedTuple):
         breakdown: bytes by category of what is alive at the moment.
         place: of the moment.
         operator: whose result is the last to come.
+        host_bytes: the most that tensors take of the host's memory.
     """
 
     active_bytes: int
@@ -27,6 +28,7 @@ class Peak(NamedTuple):
     breakdown: Mapping[str, int]
     place: Place
     operator: str
+    host_bytes: int
 
 
 def classify(events: Iterable[Event], known: Mapping[int, str]) -> list[Event]:
@@ -58,10 +60,18 @@ def _category(event: Allocation, end: Place | None) -> str:
 
 def find_peak(events: Iterable[Event], *, expandable: bool = True, history: History | None = None) -> Peak:
     """Run the events through the allocator, and show each to the history."""
+    events = list(events)
+    host = {event.object: event.bytes for event in events if isinstance(event, Allocation) and event.stream == HOST}
+    host_now = most_on_host = 0
+    for event in events:
+        if event.object in host:
+            host_now += host[event.object] * (1 if isinstance(event, Allocation) else -1)
+            most_on_host = max(most_on_host, host_now)
+    events = [event for event in events if event.object not in host]
     allocator = CachingAllocator(expandable=expandable)
     blocks = {}
     alive: dict[int, Allocation] = {}
-    highest, peak_number, last, events = 0, -1, None, list(events)
+    highest, peak_number, last = 0, -1, None
     for number, event in enumerate(events):
         if isinstance(event, Allocation):
             blocks[event.object] = allocator.allocate(event.bytes, event.stream)
@@ -80,4 +90,4 @@ def find_peak(events: Iterable[Event], *, expandable: bool = True, history: Hist
     for allocation in alive.values():
         breakdown[allocation.category] += -(-allocation.bytes // 512) * 512
     assert last is not None
-    return Peak(highest, allocator.reserved, breakdown, last.place, last.operator)
+    return Peak(highest, allocator.reserved, breakdown, last.place, last.operator, most_on_host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from titan.estimation.layout import Layout
 from titan.estimation.picture_memory import ranks_section, step_section
 from titan.estimation.picture_mesh import mesh_section
 from titan.estimation.picture_search import search_section
@@ -21,7 +22,7 @@ _KIND_COLOURS = {"F": 0, "B": 2, "I": 5, "W": 4}
 
 def estimate_page(report: Report) -> str:
     """The page of one layout."""
-    title = f"{report.config.job.description}: {report.layout.world_size:,} × {report.hardware.name}"
+    title = f"{report.config.job.description}: {report.world_size:,} × {report.hardware.name}"
     return page(title, _lead(report), _sections(report))
 
 
@@ -34,7 +35,7 @@ def search_page(fitting: Sequence[Candidate], ranked: Sequence[Candidate], why: 
         why: the words on the first.
         best: the estimate of the first.
     """
-    title = f"{best.config.job.description}: the fastest of {len(fitting):,} layouts on {best.layout.world_size:,} × "
+    title = f"{best.config.job.description}: the fastest of {len(fitting):,} layouts on {best.world_size:,} × "
     return page(title + best.hardware.name, _lead(best), [search_section(fitting, ranked, why, best), *_sections(best)])
 
 
@@ -42,16 +43,17 @@ def _lead(report: Report) -> str:
     model, lines = report.config.model, list(report.lines())
     method = lines[0].rpartition(", by ")[2]
     mesh = next(line for line in lines if line.startswith("mesh: "))
-    return f"{model.name} {model.flavor}, {report.layout.model.parameters:,} parameters · {mesh} · by {method}"
+    return f"{model.name} {model.flavor}, {report.parameters:,} parameters · {mesh} · by {method}"
 
 
 def _sections(report: Report) -> Iterator[Markup]:
     yield _in_short(report)
-    yield mesh_section(report.layout, report.hardware.ranks_per_node)
+    if report.layout:
+        yield mesh_section(report.layout, report.hardware.ranks_per_node)
     yield step_section(report)
     yield ranks_section(report)
-    if report.layout.pp > 1:
-        yield _schedule(report)
+    if report.layout and report.layout.pp > 1:
+        yield _schedule(report.layout)
     yield _communication(report)
     yield section(
         "text", "The same as text", folded("as estimation.py prints it", tag("pre", "\n".join(report.lines())))
@@ -63,19 +65,11 @@ def _in_short(report: Report) -> Markup:
     spare = limit - peak.peak_reserved_bytes
     verdict = tag("span", "fits", class_="good") if report.fits else tag("span", "doesn't fit", class_="bad")
     more = "to spare" if spare >= 0 else "too much"
-    step = report.time.seconds
-    band = f"± {BAND:.0%}"
-    gpu_hours = report.steps * step * report.layout.world_size / 3600
     facts: list[tuple[str, str, str]] = [
         ("Memory", verdict, f"{gib(abs(spare))} {more}"),
         ("Peak reserved", gib(peak.peak_reserved_bytes), f"{peak.name}; limit {gib(limit)}"),
-        ("Step", f"{rounded(step)} s", f"{band}; {report.tokens_per_step:,} tokens"),
-        ("Tokens/s per GPU", rounded(report.tokens_per_second), band),
-        ("MFU", "n/a" if report.mfu is None else f"{rounded(100 * report.mfu)} %", band),
-        (f"{report.steps:,} steps", seconds(report.steps * step, 2), f"{rounded(gpu_hours)} GPU-hours"),
+        *_speed(report),
     ]
-    if report.layout.pp > 1:
-        facts.insert(5, ("Pipeline bubble", f"{report.time.bubble:.0%}", "of the schedule"))
     content: list[Markup] = [tiles(facts)]
     if report.changes:
         content.append(tag("p", "What would make it fit, cheapest first:"))
@@ -87,8 +81,23 @@ def _in_short(report: Report) -> Markup:
     return section("short", "In short", content)
 
 
-def _schedule(report: Report) -> Markup:
-    layout, drawn = report.layout, timeline_of(report.layout)
+def _speed(report: Report) -> Iterator[tuple[str, str, str]]:
+    """Nothing of a model whose time isn't known."""
+    speed = report.tokens_per_second
+    if report.time is None or speed is None:
+        return
+    step, band = report.time.seconds, f"± {BAND:.0%}"
+    yield "Step", f"{rounded(step)} s", f"{band}; {report.tokens_per_step:,} tokens"
+    yield "Tokens/s per GPU", rounded(speed), band
+    yield "MFU", "n/a" if report.mfu is None else f"{rounded(100 * report.mfu)} %", band
+    if report.dims.pp > 1:
+        yield "Pipeline bubble", f"{report.time.bubble:.0%}", "of the schedule"
+    gpu_hours = report.steps * step * report.world_size / 3600
+    yield f"{report.steps:,} steps", seconds(report.steps * step, 2), f"{rounded(gpu_hours)} GPU-hours"
+
+
+def _schedule(layout: Layout) -> Markup:
+    drawn = timeline_of(layout)
     own = {rank: drawn.stages_of_rank(rank) for rank in range(drawn.ranks)}
     boxes = [
         Box(
@@ -123,13 +132,16 @@ def _schedule(report: Report) -> Markup:
 
 
 def _communication(report: Report) -> Markup:
+    title = "Communication of a step"
+    if report.time is None or not report.traffic:
+        untimed = [(row.collective, row.dim, f"{row.calls:,}", gib(row.bytes)) for row in report.traffic]
+        sent = table(("Collective", "Dimension", "Calls", "Sent"), untimed, texts=2) if untimed else tag("p", "none")
+        return section("communication", title, sent)
     rows = [
         (row.collective, row.dim, f"{row.calls:,}", gib(row.bytes), seconds(time), seconds(exposed))
         for row, time, exposed in report.exchanges
     ]
     heads = ("Collective", "Dimension", "Calls", "Sent", "Takes", "In the open")
-    if not rows:
-        return section("communication", "Communication of a step", tag("p", "none"))
     longest = max(time for _, time, _ in report.exchanges) or 1.0
     bars = [
         Bar(
@@ -145,4 +157,4 @@ def _communication(report: Report) -> Markup:
     ]
     note = f"Per rank: of each kind the rank that sends most. The step takes {rounded(report.time.seconds)} s."
     parts = [legend([(6, "in the open"), (7, "hidden behind computing")]), bar_chart(bars), table(heads, rows, texts=2)]
-    return section("communication", "Communication of a step", parts, note)
+    return section("communication", title, parts, note)

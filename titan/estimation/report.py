@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from titan.config.derived import resolved_steps
+from titan.config.derived import compiles, global_batch_size, microbatch_rows, resolved_steps
 from titan.config.job_config import JobConfig
 from titan.config.toml_text import to_toml
 from titan.estimation.calibrate import Calibration
 from titan.estimation.changes import Fitting
 from titan.estimation.estimate import CATEGORIES, RankEstimate, Traffic
+from titan.estimation.from_config import unknown_blocks
 from titan.estimation.hardware import FIT_SHARE, GIB, NOT_RESERVED, Hardware
 from titan.estimation.holdings import holdings
 from titan.estimation.layout import Layout
 from titan.estimation.methods import METHODS
 from titan.estimation.time import BAND, UNSURE_RANKS, StepTime, exchange_seconds
 from titan.models.spec import FlopsPerToken
+from titan.parallelisms.parallel_dims import ParallelDims
 
 _MOST_COLUMNS = 4
 
@@ -30,17 +32,23 @@ class Report:
     """All that is known of a run before it starts.
 
     Attributes:
+        parameters: of the whole model.
+        layout: None of a model without a closed form, which then has no time either.
         ranks: estimates of the kinds of ranks.
+        closed_form: of the ranks too, where both methods are asked for.
         flops: model FLOPs per token.
         calibration: None without a measured run.
         changes: that would make it fit; none when it does.
     """
 
     config: JobConfig
-    layout: Layout
+    world_size: int
+    parameters: int
+    layout: Layout | None
     hardware: Hardware
     ranks: Sequence[RankEstimate]
-    time: StepTime
+    closed_form: Sequence[RankEstimate]
+    time: StepTime | None
     flops: FlopsPerToken
     calibration: Calibration | None
     changes: Sequence[Fitting]
@@ -63,19 +71,27 @@ class Report:
         return self.peak.peak_reserved_bytes <= self.hardware.fit_bytes
 
     @property
-    def tokens_per_step(self) -> int:
-        return self.layout.windows_per_step * self.layout.seq_len
+    def dims(self) -> ParallelDims:
+        return ParallelDims.from_config(self.config.parallelism, self.world_size)
 
     @property
-    def tokens_per_second(self) -> float:
-        """Of one rank."""
-        return self.tokens_per_step / self.layout.world_size / self.time.seconds
+    def windows_per_step(self) -> int:
+        return global_batch_size(self.config, self.dims.batch_degree)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.windows_per_step * self.config.training.seq_len
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of one rank; None without a time."""
+        return None if self.time is None else self.tokens_per_step / self.world_size / self.time.seconds
 
     @property
     def mfu(self) -> float | None:
         """A share of 1, by the full-attention count; None where the hardware has no peak of the compute type."""
-        peak = self.hardware.peak_flops.get(self.config.training.mixed_precision_param)
-        return None if peak is None else self.tokens_per_second * self.flops.full / peak
+        peak, speed = self.hardware.peak_flops.get(self.config.training.mixed_precision_param), self.tokens_per_second
+        return None if peak is None or speed is None else speed * self.flops.full / peak
 
     @property
     def hardware_flops(self) -> float:
@@ -94,40 +110,56 @@ class Report:
 
     @property
     def exchanges(self) -> list[tuple[Traffic, float, float]]:
-        """The traffic with its seconds, and how many of them nothing hides."""
+        """The traffic with its seconds, and how many of them nothing hides; none without a time."""
+        if self.layout is None or self.time is None:
+            return []
         timed = [(row, self.time.scale * exchange_seconds(self.layout, self.hardware, row)) for row in self.traffic]
         return [(row, seconds, seconds * self.time.exposed[row.dim]) for row, seconds in timed]
 
     @property
     def steps(self) -> int:
         """Of the whole run."""
-        return resolved_steps(self.config, self.layout.windows_per_step)
+        return resolved_steps(self.config, self.windows_per_step)
 
     def as_json(self) -> dict[str, Any]:
         """With keys that stay."""
         peak = self.peak
         return {
-            "parameters": self.layout.model.parameters,
+            "parameters": self.parameters,
             "peak_active_bytes": peak.peak_active_bytes,
             "peak_reserved_bytes": peak.peak_reserved_bytes,
             "peak_rank": peak.name,
             "peak_at": peak.peak_at,
             "fits": self.fits,
             "breakdown_bytes": dict(peak.breakdown),
+            "host_bytes": max(rank.host_bytes for rank in self.ranks),
+            "closed_form": self._closed_form_as_json(),
             "model_flops_per_step": self.flops.full * self.tokens_per_step,
             "hardware_flops_per_step": self.hardware_flops,
             "tokens_per_second_per_gpu": self.tokens_per_second,
             "mfu": self.mfu,
-            "step_seconds": self.time.seconds,
+            "step_seconds": self.time and self.time.seconds,
             "band": BAND,
-            "bubble": self.time.bubble,
+            "bubble": self.time and self.time.bubble,
             "communication": [vars(row) for row in self.traffic],
             "changes_that_fit": [change.settings for change in self.changes],
             "hardware": self.hardware.name,
-            "world_size": self.layout.world_size,
+            "world_size": self.world_size,
             "method": self.config.estimation.method,
             "torch": version("torch"),
             "config_hash": hashlib.sha256(to_toml(self.config, {}).encode()).hexdigest(),
+        }
+
+    def _closed_form_as_json(self) -> dict[str, Any] | None:
+        if not self.closed_form:
+            return None
+        peak = max(self.closed_form, key=lambda rank: rank.peak_reserved_bytes)
+        return {
+            "peak_active_bytes": peak.peak_active_bytes,
+            "peak_reserved_bytes": peak.peak_reserved_bytes,
+            "peak_rank": peak.name,
+            "breakdown_bytes": dict(peak.breakdown),
+            "difference": peak.peak_reserved_bytes / self.peak.peak_reserved_bytes - 1,
         }
 
     def lines(self) -> Iterator[str]:
@@ -145,21 +177,22 @@ class Report:
         yield from self._in_short()
 
     def _head(self) -> Iterator[str]:
-        layout, model = self.layout, self.config.model
-        degrees = f"pp {layout.pp} × dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} × cp {layout.cp}"
-        microbatches = layout.microbatches * layout.accumulation
+        dims, model, compat = self.dims, self.config.model, self.config.estimation.compat
+        degrees = f"pp {dims.pp} × dp_replicate {dims.dp_replicate} × dp_shard {dims.dp_shard} × cp {dims.cp}"
+        rows = microbatch_rows(self.config)
+        microbatches = self.windows_per_step // (rows * dims.batch_degree)
         method = METHODS[self.config.estimation.method].description
-        yield f"{self.config.job.description}: {layout.world_size:,} × {self.hardware.name}, by {method}"
-        yield f"model: {model.name} {model.flavor}, {layout.model.parameters:,} parameters"
-        yield f"mesh: {degrees} × tp {layout.tp}"
+        yield f"{self.config.job.description}: {self.world_size:,} × {self.hardware.name}, by {method}"
+        yield f"model: {model.name} {model.flavor}, {self.parameters:,} parameters"
+        yield f"mesh: {degrees} × tp {dims.tp}"
         yield (
-            f"step: {layout.windows_per_step:,} windows × {layout.seq_len:,} tokens = {self.tokens_per_step:,}, "
-            f"as {microbatches} microbatch(es) of {layout.rows} window(s) on a rank"
+            f"step: {self.windows_per_step:,} windows × {self.config.training.seq_len:,} tokens = "
+            f"{self.tokens_per_step:,}, as {microbatches} microbatch(es) of {rows} window(s) on a rank"
         )
-        for held in holdings(layout) if layout.pp > 1 else []:
+        for held in holdings(self.layout) if self.layout and dims.pp > 1 else []:
             yield f"holds: {held}"
-        if layout.reference:
-            yield f"step of {layout.reference.replace('-', ', ')}: to compare published figures, not what train.py does"
+        if compat:
+            yield f"step of {compat.replace('-', ', ')}: to compare published figures, not what train.py does"
 
     def _memory(self) -> Iterator[str]:
         shown = self.chosen
@@ -174,6 +207,7 @@ class Report:
         for label, values in rows:
             yield f"  {label:22}" + "  ".join(f"{value / GIB:{width}.2f}" for value in values)
         yield f"  {'peak at':22}" + "  ".join(rank.peak_at.rjust(width) for rank in shown)
+        yield from self._methods_compared(shown, width)
         if len(shown) < len(self.ranks):
             yield f"  … and {len(self.ranks) - len(shown)} kinds of ranks that need no more"
         yield f"most that is alive over the step of {self.peak.name}, GiB"
@@ -188,12 +222,33 @@ class Report:
         yield f"{verdict}: {self.peak.name} reserves {reserved:.1f} GiB, the limit is {limit}"
         yield "  more than active, since FSDP's streams have pools of their own, for gathered weights and for gradients"
         yield f"  {NOT_RESERVED}"
-        if self.layout.float8 and not self.layout.compiled:
-            yield "  float8 without torch.compile needs more than is counted here: with 8B on 8 GPUs 32 GiB were seen"
+        if most := max(rank.host_bytes for rank in self.ranks):
+            on_node = min(self.world_size, self.hardware.ranks_per_node)
+            yield (
+                f"  host memory for what is offloaded: {most / GIB:.1f} GiB a rank, {on_node * most / GIB:.1f} GiB a "
+                f"node of {on_node} rank(s), at least: pinned memory is rounded up"
+            )
+        float8 = self.config.float8.enable_float8_linear and not compiles(self.config, "model")
+        if float8 and self.config.estimation.method == "analytic":
+            yield "  float8 without torch.compile: what its casts take isn't counted; estimation.method = trace does"
         for change in self.changes:
             longer = round(100 * (change.slower - 1))
             time = f"{longer:+} % GPU time per token" if longer else "no slower"
             yield f"  would fit: {change} ({change.reserved_bytes / GIB:.1f} GiB, {time})"
+
+    def _methods_compared(self, shown: Sequence[RankEstimate], width: int) -> Iterator[str]:
+        """Under a table of traced ranks, what the closed form says of each."""
+        closed = {rank.name: rank for rank in self.closed_form}
+        pairs = [(rank, closed[rank.name]) for rank in shown if rank.name in closed]
+        if not pairs or len(pairs) < len(shown):
+            return
+        for label, values in (
+            ("active", [other.peak_active_bytes for _, other in pairs]),
+            ("reserved", [other.peak_reserved_bytes for _, other in pairs]),
+        ):
+            yield f"  {f'closed form, {label}':22}" + "  ".join(f"{value / GIB:{width}.2f}" for value in values)
+        apart = [other.peak_reserved_bytes / rank.peak_reserved_bytes - 1 for rank, other in pairs]
+        yield f"  {'  over the trace':22}" + "  ".join(f"{difference:{width}.1%}" for difference in apart)
 
     def _work(self) -> Iterator[str]:
         tokens = self.tokens_per_step
@@ -207,7 +262,13 @@ class Report:
         if not self.traffic:
             yield "  none"
             return
-        yield f"  {'collective':16}{'dimension':14}{'calls':>9}{'GiB':>10}{'ms':>9}{'exposed ms':>13}"
+        titles = f"  {'collective':16}{'dimension':14}{'calls':>9}{'GiB':>10}"
+        if not self.exchanges:
+            yield titles
+            for row in self.traffic:
+                yield f"  {row.collective:16}{row.dim:14}{row.calls:9,}{row.bytes / GIB:10.3f}"
+            return
+        yield f"{titles}{'ms':>9}{'exposed ms':>13}"
         for row, seconds, exposed in self.exchanges:
             yield (
                 f"  {row.collective:16}{row.dim:14}{row.calls:9,}{row.bytes / GIB:10.3f}"
@@ -215,12 +276,16 @@ class Report:
             )
 
     def _speed(self) -> Iterator[str]:
-        speed, seconds = self.tokens_per_second, self.time.seconds
+        speed = self.tokens_per_second
+        if self.time is None or speed is None:
+            yield f"speed: not estimated. {unknown_blocks(self.config)}"
+            return
+        seconds, ranks = self.time.seconds, self.world_size
         steps = self.steps
-        days, ranks = steps * seconds / 86400, self.layout.world_size
+        days = steps * seconds / 86400
         yield f"speed, ± {BAND:.0%}: {self._basis()}"
         yield f"  {'step':22}{_band(seconds)} s"
-        if self.layout.pp > 1:
+        if self.dims.pp > 1:
             yield f"  {'pipeline bubble':22}{self.time.bubble:.0%} of the schedule"
         yield f"  {'tokens/s per GPU':22}{_band(speed)}"
         yield f"  {'tokens/s in all':22}{_band(speed * ranks)}"
@@ -246,8 +311,8 @@ class Report:
 
 def rounded(value: float) -> str:
     """Two significant digits."""
-    if value == 0:
-        return "0"
+    if abs(value) < 1e-3:
+        return "<0.001" if value else "0"
     digits = 1 - math.floor(math.log10(abs(value)))
     rounded = round(value, digits)
     return f"{rounded:,.{max(0, digits)}f}"

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from titan.config.derived import model_sizes
 from titan.config.errors import refused_by_system
+from titan.config.job_config import JobConfig
 from titan.config.loader import LoadedConfig
 from titan.estimation.calibrate import read_calibration
 from titan.estimation.changes import fitting_changes
-from titan.estimation.from_config import layout_of
+from titan.estimation.closed_form import analytic_layout
+from titan.estimation.from_config import layout_of, unknown_blocks
 from titan.estimation.hardware import find_hardware
 from titan.estimation.methods import METHODS
 from titan.estimation.report import Report
@@ -28,24 +30,35 @@ def make_report(loaded: LoadedConfig, world_size: int) -> Report:
     """
     config = loaded.config
     own = config.estimation
-    hardware, layout = find_hardware(own.hardware), layout_of(config, world_size)
-    ranks = METHODS[own.method].ranks(config, world_size)
-    time = step_time(layout, hardware)
-    calibration = None
-    if own.calibrate is not None:
+    hardware, layout, time, calibration = find_hardware(own.hardware), None, None, None
+    if own.method != "trace" or own.calibrate is not None or not unknown_blocks(config):
+        layout = layout_of(config, world_size)
+        time = step_time(layout, hardware)
+    if own.calibrate is not None and time is not None:
         calibration = read_calibration(Path(own.calibrate), hardware)
         time = time.scaled(calibration.factor)
+    ranks = METHODS[own.method].ranks(config, world_size)
     fits = max(rank.peak_reserved_bytes for rank in ranks) <= hardware.fit_bytes
     return Report(
         config=config,
+        world_size=world_size,
+        parameters=_parameters(config) if layout is None else layout.model.parameters,
         layout=layout,
         hardware=hardware,
         ranks=ranks,
+        closed_form=analytic_layout(config, world_size) if own.method == "both" else [],
         time=time,
         flops=model_families()[config.model.name].flops_per_token(model_sizes(config), config.training.seq_len),
         calibration=calibration,
-        changes=[] if fits or own.compat else fitting_changes(config, world_size, hardware),
+        changes=[] if fits or own.compat or layout is None else fitting_changes(config, world_size, hardware),
     )
+
+
+def _parameters(config: JobConfig) -> int:
+    """Of a model without a closed form."""
+    from titan.training.step import build_model  # needs torch
+
+    return sum(parameter.numel() for parameter in build_model(config).parameters())
 
 
 def estimate(loaded: LoadedConfig, world_size: int) -> int:

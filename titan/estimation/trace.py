@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from titan.config.derived import model_sizes, model_stages, pipeline_microbatches
 from titan.config.errors import UserError
@@ -19,12 +20,13 @@ from titan.estimation.replay import TRACED, replay
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.parallelisms.schedules import SCHEDULES, split, stages_of_rank
 
+_FEW_NUMBERS = 24  # bytes
+
 
 def trace_layout(
     job: JobConfig,
     world_size: int,
     *,
-    compat: bool = False,
     replayed: bool = True,
     expandable_segments: bool = True,
 ) -> list[RankEstimate]:
@@ -32,7 +34,6 @@ def trace_layout(
 
     Args:
         job: that passed the checks for this number of ranks.
-        compat: trace it as torchtitan of 2024 would have run it (compat.py).
         replayed: trace a few layers and play them as often as there are layers; else trace all.
         expandable_segments: how the accelerator's allocator is set up; titan's own jobs have it so.
 
@@ -42,28 +43,29 @@ def trace_layout(
     Raises:
         UserError: the job has something that can't be traced yet, or this process is part of a running job.
     """
-    refuse_untraceable(job, world_size, compat=compat)
+    refuse_untraceable(job)
     return [
-        _estimate(job, world_size, kind, compat=compat, replayed=replayed, expandable=expandable_segments)
+        _estimate(job, world_size, kind, replayed=replayed, expandable=expandable_segments)
         for kind in _kinds(job, world_size)
     ]
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Ranks that do the same.
+    """Ranks that hold as many layers, and the same ends of the model.
 
     Attributes:
-        rank: that is traced.
+        name: of the rank that is traced.
+        rank: the one of them that keeps most microbatches.
         ranks: how many are like it.
-        layers: that it holds.
+        layers: that each of its stages holds.
         repeats: whether its layers come one after another, forward and backward, so that a few stand for all.
     """
 
     name: str
     rank: int
     ranks: int
-    layers: int
+    layers: Sequence[int]
     repeats: bool
 
 
@@ -72,51 +74,63 @@ def _kinds(job: JobConfig, world_size: int) -> Iterator[_Kind]:
     repeats = model_stages(job) is not None and job.optimizer.name != "Muon"
     dims = ParallelDims.from_config(job.parallelism, world_size)
     if dims.pp == 1:
-        yield _Kind("every rank", 0, world_size, model_sizes(job).n_layers, repeats)
+        yield _Kind("every rank", 0, world_size, [model_sizes(job).n_layers], repeats)
         return
     modules, settings = model_stages(job), job.parallelism
     assert modules is not None  # config/checks_pipeline.py
     stages, each = split(settings, modules), world_size // dims.pp
     schedule = SCHEDULES[settings.pipeline_parallel_schedule]
+    csv = settings.pipeline_parallel_schedule_csv
     in_flight = timeline(
-        settings.pipeline_parallel_schedule, dims.pp, pipeline_microbatches(job), len(stages) // dims.pp
+        settings.pipeline_parallel_schedule,
+        dims.pp,
+        pipeline_microbatches(job),
+        len(stages) // dims.pp,
+        csv=None if csv is None else Path(csv),
     ).peak_in_flight
-    alike: dict[object, list[int]] = {}  # pipeline ranks whose stages have as many layers, and keep as much
     numbers = [stages_of_rank(rank, dims.pp, len(stages), schedule.v_shaped) for rank in range(dims.pp)]
-    held = [[[name in modules.layers for name in stages[number]] for number in own] for own in numbers]
-    for rank in range(dims.pp):
-        alike.setdefault((str(held[rank]), in_flight[rank]), []).append(rank)
+    alike: dict[object, list[int]] = {}  # pipeline ranks that hold the same
+    for rank, own in enumerate(numbers):
+        alike.setdefault(str([_shape(stages[number], modules.layers) for number in own]), []).append(rank)
     for ranks in alike.values():
-        first = ranks[0]
+        worst = max(ranks, key=in_flight.__getitem__)  # what else they do is the same
         yield _Kind(
-            name=f"pp {', '.join(map(str, ranks))} (of stages {', '.join(map(str, numbers[first]))})",
-            rank=first * each,
+            name=f"pp {worst} (stages {', '.join(map(str, numbers[worst]))})",
+            rank=worst * each,
             ranks=each * len(ranks),
-            layers=sum(map(sum, held[first])),
+            layers=[sum(name in modules.layers for name in stages[number]) for number in numbers[worst]],
             # Where gradients of weights are a pass of their own, that one doesn't go layer by layer.
-            repeats=repeats and len(numbers[first]) == 1 and not schedule.splits_backward,
+            repeats=repeats and csv is None and not schedule.splits_backward,
         )
 
 
-def _estimate(
-    job: JobConfig, world_size: int, kind: _Kind, *, compat: bool, replayed: bool, expandable: bool
-) -> RankEstimate:
-    period, layers = _period(job), kind.layers
-    units = layers // period
-    if not replayed or units <= TRACED or not kind.repeats:
-        units = TRACED
+def _shape(names: Sequence[str], layers: Sequence[str]) -> list[str]:
+    """A stage's modules, its layers but counted."""
+    return [*(name for name in names if name not in layers), str(sum(name in layers for name in names))]
+
+
+def _estimate(job: JobConfig, world_size: int, kind: _Kind, *, replayed: bool, expandable: bool) -> RankEstimate:
+    period = _period(job)
+    units = [layers // period for layers in kind.layers]
+    # Of several stages only whole layers are counted, or patterns would begin anew with each.
+    several = len(units) > 1
+    if not replayed or not kind.repeats or min(units) < TRACED or max(units) == TRACED or (several and period > 1):
+        units, layers = [TRACED] * len(units), sum(kind.layers)
     else:
-        layers = TRACED * period + layers % period
-    run = trace_step(job, world_size, layers, period, rank=kind.rank, compat=compat)
+        layers = TRACED * period + (0 if several else kind.layers[0] % period)
+    run = trace_step(job, world_size, layers, period, rank=kind.rank)
     trace = run.trace
     trace.events = classify(trace.events, trace.categories)
-    trace = replay(trace, units)
+    try:
+        trace = replay(trace, units)
+    except ValueError:  # layers aren't alike: each is traced
+        return _estimate(job, world_size, kind, replayed=False, expandable=expandable)
     history = History(len(trace.events))
     peak = find_peak(trace.events, expandable=expandable, history=history)
     return RankEstimate(
         name=kind.name,
         ranks=kind.ranks,
-        parameters=run.parameters + run.parameters_per_unit * (units - TRACED),
+        parameters=run.parameters + sum((n - TRACED) * each for n, each in zip(units, run.per_unit, strict=True)),
         breakdown={category: peak.breakdown.get(category, 0) for category in CATEGORIES},
         peak_active_bytes=peak.active_bytes,
         peak_reserved_bytes=peak.reserved_bytes,
@@ -124,35 +138,17 @@ def _estimate(
         hardware_flops=float(sum(trace.flops.values())),
         traffic=_traffic(trace),
         moments=history.moments(lambda place: _describe(place, period)),
+        host_bytes=peak.host_bytes,
     )
 
 
-def refuse_untraceable(job: JobConfig, world_size: int, *, compat: bool) -> None:
+def refuse_untraceable(job: JobConfig) -> None:
     """Raise UserError, naming the key, for what a trace would get wrong."""
-    dims = ParallelDims.from_config(job.parallelism, world_size)
-    refusals = {
-        "parallelism.tensor_parallel_degree": compat and dims.tp > 1 and "the loss of torchtitan of 2024 isn't",
-        "parallelism.pipeline_parallel_schedule_csv": dims.pp > 1
-        and job.parallelism.pipeline_parallel_schedule_csv is not None
-        and "a schedule's file isn't",
-        "parallelism.pipeline_parallel_schedule": dims.pp > 1
-        and SCHEDULES[job.parallelism.pipeline_parallel_schedule].splits_backward
-        and "a backward pass in two parts isn't",
-        "model.attn_mask": job.model.attn_mask == "document" and "documents that are kept apart aren't",
-        "model.attn_backend": job.model.attn_backend != "sdpa" and "another kernel than sdpa's isn't",
-        "float8.enable_float8_linear": job.float8.enable_float8_linear and "float8 isn't",
-        "training.enable_cpu_offload": job.training.enable_cpu_offload and "weights in the CPU's memory aren't",
-        "activation_checkpoint.offload": job.activation_checkpoint.offload and "offloaded activations aren't",
-        "parallelism.context_parallel_rotate_method": dims.cp > 1
-        and job.parallelism.context_parallel_rotate_method == "alltoall"
-        and "the ring isn't",
-        "training.mixed_precision_param": dims.cp > 1
-        and job.training.mixed_precision_param == "float32"
-        and "context parallelism in float32 isn't",
-    }
-    for key, reason in refusals.items():
-        if reason:
-            raise UserError(f"{key}: {reason} traced yet; the closed form (--estimation.method analytic) may know it")
+    if job.model.attn_mask == "document" and job.model.attn_backend == "flex":
+        raise UserError(
+            'model.attn_backend = "flex": a kernel that torch.compile writes can\'t be traced; the closed form '
+            "(estimation.method = analytic) knows it, or take varlen, which needs as much memory"
+        )
 
 
 def _period(job: JobConfig) -> int:
@@ -167,8 +163,8 @@ def _traffic(trace: Trace) -> list[Traffic]:
     sent: Counter[tuple[str, str]] = Counter()
     for messages in trace.messages.values():
         for message, count in messages.items():
-            if message.collective == "recv":
-                continue  # another rank's send
+            if message.collective == "recv" or message.bytes <= _FEW_NUMBERS:
+                continue  # another rank's send; a step's loss or norm, which takes no time
             calls[message.collective, message.dim] += count
             sent[message.collective, message.dim] += count * message.sent
     return [Traffic(*kind, calls[kind], sent[kind]) for kind in sorted(calls)]

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
 import torch
+from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.pipelining import stage
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from titan.estimation.events import Allocation, Free, Message, Place, Trace
-from titan.estimation.replay import REPEATED
+from titan.estimation.events import HOST, Allocation, Free, Message, Place, Trace
+from titan.estimation.replay import TRACED, is_repeated
+from titan.parallelisms import activation_offload
+from titan.parallelisms.float8 import unwrapped
+from titan.training.gradients import local_part
 
 # How torch names one thing in its two ways to call it, and where the tensor is that a rank hands in.
 _COLLECTIVES = {
@@ -40,6 +45,9 @@ _COLLECTIVES = {
     "recv_": ("recv", 0),
 }
 
+_Growth = tuple[tuple[int, int], ...]  # as in `events.Allocation`
+_NONE: _Growth = ()
+
 
 class Tracer(TorchDispatchMode):
     """Follows every storage from the operator that makes it to the moment when nobody holds it.
@@ -49,13 +57,15 @@ class Tracer(TorchDispatchMode):
     Attributes:
         trace: what was recorded so far.
         place: where in the step it is.
-        times: how often what is counted now happens in the real step.
+        times: how often what is counted now happens in the real step (`counted`).
     """
 
-    def __init__(self, dims: Mapping[str, str]) -> None:
+    def __init__(self, dims: Mapping[str, str], *, documents: int = 1, weights_on_host: bool = False) -> None:
         """
         Args:
             dims: the mesh dimension of each process group, by the group's name.
+            documents: that a microbatch has.
+            weights_on_host: what `Tensor.to` gets a device for goes to the host, or comes back from there.
         """
         super().__init__()
         self.trace = Trace()
@@ -70,6 +80,9 @@ class Tracer(TorchDispatchMode):
         self._paused = False
         self._visits: Counter[int | None] = Counter()
         self._purpose: str | None = None  # of all that is made now
+        self._documents, self._weights_on_host = documents, weights_on_host
+        self._on_host: set[int] = set()  # objects
+        self._copied_to: int | None = None  # HOST, or the stream of the device that copies
         self._unit: int | None = None  # what is done outside of layers is done for this one
 
     @classmethod
@@ -87,12 +100,12 @@ class Tracer(TorchDispatchMode):
 
     def object_of(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor's storage; None when it was never seen."""
-        return self._objects.get(tensor.untyped_storage()._cdata)
+        return self._objects.get(unwrapped(tensor).untyped_storage()._cdata)
 
-    def add(self, tensor: torch.Tensor, category: str, unit: int | None) -> None:
+    def add(self, tensor: torch.Tensor, category: str, unit: int | None, stream: int | None = None) -> None:
         """Record a tensor that exists already, as if it were made now."""
         before = self._made
-        self._follow(tensor.untyped_storage(), category, unit)
+        self._follow(tensor.untyped_storage(), category, unit, stream=stream)
         if self._made > before:
             self.trace.categories[self._made] = category
 
@@ -109,10 +122,15 @@ class Tracer(TorchDispatchMode):
         if given and not any(isinstance(tensor, FakeTensor) for tensor in given):
             with unset_fake_temporarily():  # on the host, such as labels; they must have values
                 return func(*args, **kwargs)
+        if name == "aten::nonzero":  # where documents begin
+            return args[0].new_empty(self._documents, args[0].dim(), dtype=torch.int64)
+        if name.startswith("titan::") and not self._paused:
+            with self:  # titan's own operators hide what they are made of
+                return func.redispatch(DispatchKeySet(DispatchKey.CPU), *args, **kwargs)
         out = func(*args, **kwargs)
         if not self._paused:
             self._count(func, name, args, kwargs, out)
-            self._record(name, args, out)
+            self._record(name, args, out, self._stream_of_results(given))
         return out
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
@@ -130,12 +148,12 @@ class Tracer(TorchDispatchMode):
                 message = Message(collective, self._dims.get(group.group_name, "other"), size, group.size())
                 self.trace.messages.setdefault(unit, Counter())[message] += self.times
 
-    def _record(self, name: str, args: Any, out: Any) -> None:
+    def _record(self, name: str, args: Any, out: Any, stream: int) -> None:
         if isinstance(out, torch.Tensor):
-            growth, unit = 0, self._current_unit()
+            growth, unit = _NONE, self._current_unit()
             if unit is None and name in ("aten::stack", "aten::cat"):
                 growth = self._growth(args[0])
-            self._follow(out.untyped_storage(), name, unit, growth)
+            self._follow(out.untyped_storage(), name, unit, growth, stream)
             return
         sources = args[0] if args and isinstance(args[0], (list, tuple)) and name.startswith("aten::_f") else ()
         results = list(tree_iter(out))
@@ -144,31 +162,105 @@ class Tracer(TorchDispatchMode):
                 unit = self._current_unit()
                 if unit is None and len(sources) == len(results):  # an operator over all parameters
                     unit = self._unit_of(sources[number])
-                self._follow(result.untyped_storage(), name, unit)
+                self._follow(result.untyped_storage(), name, unit, stream=stream)
 
-    def _growth(self, parts: Any) -> int:
-        """Bytes of the parts that are of the unit of layers that is repeated."""
-        return sum(part.numel() * part.element_size() for part in parts if self._unit_of(part) == REPEATED)
+    def _growth(self, parts: Any) -> _Growth:
+        """Bytes of the parts that are of units of layers that are repeated."""
+        sizes: Counter[int] = Counter()
+        for part in parts:
+            if is_repeated(unit := self._unit_of(part)) and unit is not None:
+                sizes[unit // TRACED] += part.numel() * part.element_size()
+        return tuple(sizes.items())
 
     def _unit_of(self, tensor: torch.Tensor) -> int | None:
         known = self.object_of(tensor)
         return None if known is None else self._units.get(known)
 
-    def _follow(self, storage: torch.UntypedStorage, operator: str, unit: int | None, growth: int = 0) -> None:
+    def follow(self, tensor: torch.Tensor, operator: str) -> None:
+        """Record a tensor that was made unseen as an operator's result."""
+        if not self._paused:
+            self._follow(tensor.untyped_storage(), operator, self._current_unit())
+
+    def allocate(self, size: int, operator: str) -> int:
+        """Record memory that no tensor stands for; its number."""
+        self._made += 1
+        if not self._paused:
+            self._record_new(size, operator, self._current_unit())
+        return self._made
+
+    def free(self, number: int) -> None:
+        """Record that an object is gone."""
+        self._on_host.discard(number)
+        if number in self._units:  # else it is empty, or made while nothing was recorded
+            own, current = self._units.pop(number), self._current_unit()
+            unit = own if current is None else current
+            self.trace.events.append(Free(number, self.place, unit))
+
+    def count(self, flops: int, messages: Mapping[Message, int]) -> None:
+        """Record what was computed and sent unseen."""
+        if not self._paused:
+            unit = self._current_unit()
+            self.trace.flops[unit] += self.times * flops
+            for message, number in messages.items():
+                self.trace.messages.setdefault(unit, Counter())[message] += self.times * number
+
+    def _stream_of_results(self, given: Sequence[torch.Tensor]) -> int:
+        if self._copied_to is not None:
+            return self._copied_to
+        if self._on_host and any(tensor.dim() > 0 and self._is_on_host(tensor) for tensor in given):
+            return HOST  # and so is what is computed from it, but for single numbers, which go where they are needed
+        return self._stream()
+
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+        return self.object_of(tensor) in self._on_host
+
+    @contextmanager
+    def copying(self, stream: int) -> Iterator[None]:
+        """What is made meanwhile is made on this stream; HOST for the host's memory."""
+        before, self._copied_to = self._copied_to, stream
+        try:
+            yield
+        finally:
+            self._copied_to = before
+
+    def _follow(
+        self,
+        storage: torch.UntypedStorage,
+        operator: str,
+        unit: int | None,
+        growth: _Growth = _NONE,
+        stream: int | None = None,
+    ) -> None:
         address = storage._cdata
         if address in self._objects:
             return
         self._watched[address] = weakref.ref(storage, self._gone(address))
-        self._allocate(address, storage.nbytes(), operator, unit, growth)
+        self._allocate(address, storage.nbytes(), operator, unit, growth, stream)
 
-    def _allocate(self, address: int, size: int, operator: str, unit: int | None, growth: int = 0) -> None:
+    def _allocate(
+        self,
+        address: int,
+        size: int,
+        operator: str,
+        unit: int | None,
+        growth: _Growth = _NONE,
+        stream: int | None = None,
+    ) -> None:
         self._made += 1
         self._objects[address] = self._made
+        self._record_new(size, operator, unit, growth, stream)
+
+    def _record_new(
+        self, size: int, operator: str, unit: int | None, growth: _Growth = _NONE, stream: int | None = None
+    ) -> None:
         if self._purpose is not None:
             self.trace.categories[self._made] = self._purpose
         if size > 0:
             self._units[self._made] = unit
-            event = Allocation(self._made, size, self._stream(), self.place, unit, operator, growth)
+            stream = self._stream() if stream is None else stream
+            if stream == HOST:
+                self._on_host.add(self._made)
+            event = Allocation(self._made, size, stream, self.place, unit, operator, growth)
             self.trace.events.append(event)
 
     def _gone(self, address: int) -> Callable[[object], None]:
@@ -176,15 +268,9 @@ class Tracer(TorchDispatchMode):
             self._watched.pop(address, None)
             number = self._objects.pop(address, None)
             if number is not None:
-                self._free(number)
+                self.free(number)
 
         return gone
-
-    def _free(self, number: int) -> None:
-        if number in self._units:  # else it is empty
-            own, current = self._units.pop(number), self._current_unit()
-            unit = own if current is None else current
-            self.trace.events.append(Free(number, self.place, unit))
 
     def _current_unit(self) -> int | None:
         return self._unit if self.place.unit is None else self.place.unit
@@ -201,10 +287,37 @@ class Tracer(TorchDispatchMode):
         address = storage._cdata
         number = self._objects.get(address)
         if number is not None:
-            self._free(number)
+            self.free(number)
             self._allocate(address, storage.nbytes(), "resize_", self._current_unit())
         else:
             self._follow(storage, "resize_", self._current_unit())
+
+    @contextmanager
+    def counted(self, times: int) -> Iterator[None]:
+        """What happens meanwhile stands for so many of its kind, where products and messages are counted."""
+        before, self.times = self.times, self.times * times
+        try:
+            yield
+        finally:
+            self.times = before
+
+    @contextmanager
+    def apart(self, given: Iterable[torch.Tensor]) -> Iterator[Trace]:
+        """Record what happens meanwhile in a trace of its own, whether paused or not.
+
+        Args:
+            given: tensors that it starts from, which may have been made unseen.
+        """
+        before = self.trace, self._paused, self.times
+        unseen = {tensor.untyped_storage()._cdata for tensor in given}.difference(self._objects)
+        self._objects |= dict.fromkeys(unseen, 0)
+        self.trace, self._paused, self.times = Trace(), False, 1
+        try:
+            yield self.trace
+        finally:
+            self.trace, self._paused, self.times = before
+            for address in unseen:
+                del self._objects[address]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -226,20 +339,26 @@ class Tracer(TorchDispatchMode):
                 self.resized(storage)
             return result
 
+        def record_event(_: Any) -> Any:
+            return torch.cpu.Event()
+
         with ExitStack() as undo:
             undo.callback(self._watched.clear)  # what lives on isn't followed any more
             replaced = (
                 (torch.UntypedStorage, "resize_", resize_),
-                (torch.cpu.Stream, "record_event", lambda stream: torch.cpu.Event()),
+                (torch.cpu.Stream, "record_event", record_event),
                 # DTensor makes tensors of global shapes when it only wants to know the shapes.
                 (ShardingPropagator, "_propagate_tensor_meta_non_cached", self._unseen),
+                (stage, "_make_tensor_from_meta", self._receiving),
+                (torch.Tensor, "to", self._moving),
+                (activation_offload._Saved, "__init__", self._saving),
                 (FSDPParamGroup, "unshard", partial(self._purposeful, "unsharded_parameters")),
                 (FSDPParamGroup, "wait_for_unshard", partial(self._purposeful, "unsharded_parameters")),
                 (FSDPParamGroup, "post_backward", self._reducing),
             )
             for owner, name, replacement in replaced:
                 original = getattr(owner, name)
-                if owner in (ShardingPropagator, FSDPParamGroup):
+                if replacement not in (resize_, record_event):
                     replacement = _method(replacement, original)
                 undo.callback(setattr, owner, name, original)
                 setattr(owner, name, replacement)
@@ -257,11 +376,31 @@ class Tracer(TorchDispatchMode):
         finally:
             self._purpose = before
 
+    def _moving(self, original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        device = bool(args) and isinstance(args[0], torch.device)
+        if not self._weights_on_host or not device or not isinstance(local_part(unwrapped(tensor)), FakeTensor):
+            return original(tensor, *args, **kwargs)
+        with self.copying(self._stream() if self._is_on_host(tensor) else HOST):
+            return tensor.clone()
+
+    def _saving(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        with self.copying(HOST):
+            original(*args, **kwargs)
+
+    def _receiving(self, original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What a pipeline receives into is made once, in whatever step is its first, and kept."""
+        with self.pause():
+            buffer = original(*args, **kwargs)
+        self.add(buffer, "communication", None)
+        return buffer
+
     def _reducing(self, original: Callable[..., Any], group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
         # Pipelines reduce all gradients at their end, layer by layer.
         self._unit = self._unit_of(group.fsdp_params[0]._sharded_param_data) if group.fsdp_params else None
+        # Until a pipeline's last microbatch they are kept whole, in the type that they are summed in.
+        purpose = "communication" if group.reduce_grads else "gradients"
         try:
-            result = self._purposeful("communication", original, group, *args, **kwargs)
+            result = self._purposeful(purpose, original, group, *args, **kwargs)
         finally:
             self._unit = None
         if (partial_sum := group._partial_reduce_output) is not None:  # not yet summed over copies

@@ -58,7 +58,7 @@ def init_logging(rank: int, color: bool, file: Path | None = None) -> None:
         beside.setLevel(logging.WARNING)
         _attach(beside, logging.getLogger())
     logger.setLevel(logging.INFO)
-    warnings.showwarning = _log_warning  # type: ignore[assignment]
+    warnings.showwarning = _log_warning
 
 
 def _log_warning(

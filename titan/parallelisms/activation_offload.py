@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan.config.job_config import ActivationCheckpoint
 
@@ -117,8 +118,9 @@ class _Call:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         """Start to move a tensor to the host, or leave it where it is."""
         local = _local(tensor)
-        movable = type(local) is torch.Tensor and 0 not in local.stride() and local.nbytes > _LEAST_BYTES
-        if not movable or local.untyped_storage().data_ptr() in self._held_elsewhere:
+        whole = not is_traceable_wrapper_subclass(local)  # its memory isn't that of tensors within it
+        movable = whole and 0 not in local.stride() and local.nbytes > _LEAST_BYTES
+        if not movable or local.untyped_storage()._cdata in self._held_elsewhere:
             return tensor
         saved = _Saved(tensor)
         self._saved.append(saved)
@@ -194,7 +196,7 @@ def _held_elsewhere(block: nn.Module, args: tuple[Any, ...]) -> set[int]:
     """Storages of weights and buffers, and of arguments without gradient, such as rotary tables, which blocks share."""
     shared = [arg for arg in args if isinstance(arg, torch.Tensor) and not arg.requires_grad]
     tensors = [*block.parameters(), *block.buffers(), *shared]
-    return {_local(tensor).untyped_storage().data_ptr() for tensor in tensors}
+    return {_local(tensor).untyped_storage()._cdata for tensor in tensors}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -44,13 +44,18 @@ def ring_attention(
     Raises:
         UserError: the accelerator's flash kernels don't take this dtype or this size of heads.
     """
-    if query.device.type != "cpu" and (refusal := flash_refusal(query)):
+    if not on_cpu(query) and (refusal := flash_refusal(query)):
         raise UserError(
             f'parallelism.context_parallel_rotate_method = "alltoall" computes with flash attention, {refusal}, or set '
             'parallelism.context_parallel_rotate_method = "allgather"'
         )
     out, _, _ = ring_attention_forward(query, torch.stack((key, value)), group.group_name, balanced)
     return out
+
+
+def on_cpu(x: torch.Tensor) -> bool:
+    """Whether a CPU's kernels are called; in an estimate they are an accelerator's, whatever a tensor says."""
+    return x.device.type == "cpu"
 
 
 def flash_refusal(query: torch.Tensor) -> str | None:
@@ -226,7 +231,7 @@ def flash_forward(
         which the accelerators' backward asks for all the same.
     """
     key, value = key_value.unbind()
-    if query.device.type == "cpu":
+    if on_cpu(query):
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
         return out, lse, []
     out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
@@ -250,7 +255,7 @@ def flash_backward(
     """
     key, value = key_value.unbind()
     lse = lse.contiguous()  # the kernels do their own indexing
-    if query.device.type == "cpu":
+    if on_cpu(query):
         grad_query, *grad_key_value = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, query, key, value, out, lse, 0.0, causal
         )
