@@ -75,6 +75,7 @@ def train(loaded: LoadedConfig, signals: StopSignals | None = None, started: flo
     from titan.observability.flight_recorder import record_collectives
     from titan.observability.logging import init_logging, logger, warn_once_per_job
     from titan.observability.plan import describe_run
+    from titan.observability.preflight import preflight
     from titan.observability.signals import REQUEUE_STATUS
     from titan.observability.watchdog import Watchdog
     from titan.parallelisms.parallel_dims import ParallelDims
@@ -100,6 +101,7 @@ def train(loaded: LoadedConfig, signals: StopSignals | None = None, started: flo
         warn_once_per_job(dist.distributed_c10d._get_default_store())
     with Watchdog(rank, job_exchange() if owns_group else None, traces) as watchdog:
         watchdog.expect("set-up", job.comm.init_timeout_seconds, "comm.init_timeout_seconds")
+        preflight(job, device)
         dims = ParallelDims.from_config(job.parallelism, world_size, device.type)
         dims.build()
         for warning in loaded.warnings if rank == 0 else []:

@@ -8,6 +8,7 @@ How a page is written, so that it can be checked:
 - ```text matrix: rows of the table of deviations; each is a layout that the matrix has, within its bounds.
 - A block with a file's name, as in ```python my_gpt.py, is that file for the commands below it. Other python blocks are
   scripts. ```text tree is compared with the folders.
+- Runs are shortened to two steps, but for those that are short already: the tutorial's.
 
 A page runs from top to bottom in a folder of its own that looks like titan's. A script runs in a process of its own,
 forked from one that has imported torch already: most of its time would go into that.
@@ -19,6 +20,7 @@ import dataclasses
 import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -33,7 +35,9 @@ import pytest
 import torch
 
 from scripts import benchmark, download_tokenizer, draw_schedule, report, verify_checkpoint
+from tests.distributed.runs import train_and_log
 from tests.distributed.test_matrix import ALONE, COMPOSED, PAIRS
+from tests.distributed.world import Worlds
 from tests.forked import run_forked
 from titan.config.errors import UserError
 from titan.config.fields import all_settings
@@ -57,10 +61,13 @@ else:
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+IN_WORLDS = [TUTORIAL, ROOT / "docs" / "launching.md", ROOT / "CONTRIBUTING.md"]
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 
 _SMALL = 20_000_000  # parameters of a model that a test may train
+_SHORT = 6_000  # tokens of a run that a test may train as it is
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -88,10 +95,15 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 class Session:
-    """A folder in which a page's commands run, and the output of the last one."""
+    """A folder in which a page's commands run, and the output of the last one.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        worlds: short runs of several processes start in these rather than by torchrun.
+    """
+
+    def __init__(self, folder: Path, worlds: Worlds | None = None) -> None:
         self.folder = folder
+        self.worlds = worlds
         self.output = ""
         for name in ("train.py", "estimation.py", "train_configs", "scripts", "docs", "Makefile"):
             (folder / name).symlink_to(ROOT / name)
@@ -115,7 +127,7 @@ class Session:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
+            timeout=300,
         )
         self.output = done.stdout
         assert done.returncode == 0, f"{shlex.join(command)} gave {done.returncode}:\n{done.stdout[-3000:]}"
@@ -176,6 +188,12 @@ def python(session: Session, variables: dict[str, str], words: list[str], asked:
             session.script(words[1:])
         case ["scripts/download_tokenizer.py", *arguments]:  # tests/scripts/test_download_tokenizer.py has a hub for it
             download_tokenizer.parser().parse_args(arguments)
+        case [file, *_] if (session.folder / file).is_file() and "/" not in file:  # that the page has written
+            session.script(words[1:])
+        case ["-m", "pytest", path] if (session.folder / path).is_file():  # that the page has written
+            for name, test in runpy.run_path(str(session.folder / path)).items():
+                if name.startswith("test_"):
+                    test(worlds=session.worlds, tmp_path=session.folder / "outputs")
         case ["-m", "pytest", path]:  # the tests run by themselves
             assert (ROOT / path).is_file()
         case _:
@@ -226,6 +244,18 @@ def sbatch(session: Session, variables: dict[str, str], words: list[str], asked:
     session.load(words[3:], int(words[1].removeprefix("--nodes=")) * 8)
 
 
+def submit(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:
+    """`kubectl apply -f FILE` and `sky jobs launch FILE …`: tests/scripts/test_launching.py rehearses them."""
+    assert any((ROOT / word).is_file() for word in words)
+
+
+def ssh(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:
+    """`ssh HOST 'cd titan && COMMAND' &`: by the rule for the command."""
+    folder, command = words[2].split(" && ")
+    assert folder == "cd titan" and words[3:] == ["&"]
+    launch(session, variables, shlex.split(command), asked)
+
+
 def launch(session: Session, variables: dict[str, str], words: list[str], asked: str) -> None:
     """`torchrun … train.py …`: run when it is small; else its config is checked for as many ranks as it starts."""
     assert not variables
@@ -247,7 +277,11 @@ def launch(session: Session, variables: dict[str, str], words: list[str], asked:
     if nodes > 1:
         assert options["rdzv_backend"] == "c10d" and options["rdzv_endpoint"]
     launcher = [sys.executable, "-m", "torch.distributed.run", *words[1 : script + 1]]
-    if (small := small_run(session, words[script + 1 :], nodes * processes)) is not None:
+    if (small := small_run(session, words[script + 1 :], nodes * processes)) is None:
+        return
+    if session.worlds is not None and processes <= 8:
+        session.output = session.worlds(processes).run(train_and_log, session.folder, small)[0]
+    elif session.worlds is None:
         session.run([*launcher, *small])
 
 
@@ -255,7 +289,12 @@ def small_run(session: Session, arguments: list[str], world_size: int) -> list[s
     """Arguments for two steps of short windows; None when model, data or world aren't small."""
     config = session.load(arguments, world_size).config
     streamed = config.training.dataset == "c4" or "/" in config.training.dataset
-    if count_parameters(config.model.name, config.model.flavor) > _SMALL or world_size > 2 or streamed:
+    if count_parameters(config.model.name, config.model.flavor) > _SMALL or streamed:
+        return None
+    training = config.training
+    if 0 < training.global_batch_size * training.seq_len * training.steps <= _SHORT:
+        return arguments
+    if world_size > 2:
         return None
     steps = [] if config.training.steps < 5 else ["--training.steps=2"]
     return [*arguments, *steps, "--training.seq_len=64", "--metrics.log_freq=1"]
@@ -306,6 +345,9 @@ RULES: dict[str, Rule] = {
     "pip": install,
     "tensorboard": tensorboard,
     "sbatch": sbatch,
+    "kubectl": submit,
+    "sky": submit,
+    "ssh": ssh,
     "scripts/gpu_check.sh": gpu_check,
 }
 
@@ -344,8 +386,20 @@ def shape(line: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_page(page: Path, tmp_path: Path) -> None:
+def test_page(page: Path, tmp_path: Path, worlds: Worlds) -> None:
+    run_page(page, Session(tmp_path, worlds if page in IN_WORLDS else None))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_tutorial_as_it_is_typed(tmp_path: Path) -> None:
+    """With torchrun, and the run of sixteen processes too."""
     session = Session(tmp_path)
+    run_page(TUTORIAL, session)
+    session.script(["compare.py", "outputs/one", "outputs/sixteen"])
+
+
+def run_page(page: Path, session: Session) -> None:
     blocks = blocks_of(page)
     for number, block in enumerate(blocks):
         after = blocks[number + 1] if number + 1 < len(blocks) else None
@@ -370,6 +424,8 @@ def test_page(page: Path, tmp_path: Path) -> None:
             case "toml", "hardware.toml":
                 session.write(block.name, block.text)
                 find_hardware(str(session.folder / block.name))
+            case "toml", "tutorial.toml":  # checked by its commands: eight ranks of dp alone are too many for its batch
+                session.write(block.name, block.text)
             case "toml", name:
                 session.write(name or "block.toml", block.text)
                 session.load([f"--job.config_file={name or 'block.toml'}"], 8)
@@ -432,7 +488,7 @@ def test_links_resolve(page: Path) -> None:
 
 def test_readme_links_every_page() -> None:
     text = README.read_text()
-    assert [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in text] == []
+    assert [page.name for page in PAGES[1:] if f"({page.relative_to(ROOT)})" not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -441,13 +497,20 @@ def test_tests_that_are_named_exist(page: Path) -> None:
         assert re.search(rf"^def {function}\(" if function else "", (ROOT / path).read_text(), re.MULTILINE), function
 
 
+def test_every_feature_links_to_the_test_that_shows_it() -> None:
+    for feature, _, shown in rows_of(README, "Feature"):
+        links = re.findall(r"\[`(tests/[\w/]+\.py)(?:::\w+)?`\]\(([^)]+)\)", shown)
+        assert links and all(path == target for path, target in links), feature
+        assert len(links) == len(quoted(shown)), f"{feature}: a test without a link"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_that_are_named_exist(page: Path) -> None:
     known = {*all_settings(), *NOT_BUILT, *(row.old for row in RENAMES)}
     sections = {key.partition(".")[0] for key in known}
     for key in re.findall(r"`(?:--)?([a-z_0-9]+\.[a-z_0-9.-]+)", page.read_text()):
         key = key.replace("-", "_")
-        if key.partition(".")[0] in sections and not key.endswith((".py", ".jsonl", ".")):
+        if key.partition(".")[0] in sections and not key.endswith((".py", ".jsonl", ".toml", ".")):
             assert key in known or re.sub(r"\.no_", ".", key) in known, key
 
 

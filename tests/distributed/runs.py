@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import tests.distributed.tiny_models  # noqa: F401  (registers the family)
 from titan.config.loader import LoadedConfig, load_and_check
 from titan.data.microbatch import Microbatch
+from titan.observability.logging import logger
 from titan.parallelisms.parallel_dims import ParallelDims
 from titan.training.initialize import initialize_weights, materialize
 from titan.training.optimizer import Optimizer, build_optimizer
@@ -43,6 +47,17 @@ def train_here(arguments: Sequence[str]) -> list[dict[str, Any]]:
     train(loaded)
     dist.barrier()
     return read_metrics(loaded)
+
+
+def train_and_log(folder: Path, arguments: Sequence[str]) -> str:
+    """`train.py` with these arguments, in a folder; this rank's log."""
+    with TemporaryFile("w+") as log:  # a real file, which the watchdog's last resort writes to
+        with pytest.MonkeyPatch.context() as patch, redirect_stderr(log):
+            patch.chdir(folder)
+            patch.setattr(logger, "handlers", [])
+            train_here(arguments)
+        log.seek(0)
+        return log.read()
 
 
 def read_metrics(loaded: LoadedConfig) -> list[dict[str, Any]]:

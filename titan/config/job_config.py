@@ -527,6 +527,10 @@ class Comm:
     save_traces_folder: str = setting(
         "comm_traces", "Folder for what ranks that hung write down, within job.dump_folder."
     )
+    preflight: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "Compare the ranks at the start: versions, environment, speed, clocks, the dump folder; auto: beyond 8 ranks.",
+    )
 
 
 @dataclass

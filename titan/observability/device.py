@@ -148,6 +148,26 @@ def pin_memory_of(tensor: torch.Tensor) -> None:
         pin_memory(tensor.data_ptr(), tensor.nbytes)
 
 
+def driver_versions(device: Device) -> dict[str, str]:
+    """Versions of what a device needs beside torch, by name: its driver, and its library of collectives."""
+    found = {}
+    for path in (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")):
+        if device.type != "cpu" and path.exists():
+            text = path.read_text(encoding="utf-8", errors="replace").splitlines()[0]
+            version = re.search(r"\b\d+(\.\d+)+\b", text)
+            found["driver"] = version[0] if version else text.strip()
+    if device.type == "cuda":
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def variables_of_libraries() -> dict[str, str]:
+    """The environment variables that steer torch, its collectives and its kernels, and mean the same on every rank."""
+    read = ("NCCL_", "RCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "HIP_", "HSA_", "CUBLAS_", "OMP_", "MKL_", "UCX_")
+    of_a_rank = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    return {name: value for name, value in os.environ.items() if name.startswith(read) and name not in of_a_rank}
+
+
 def records_memory(device: Device) -> bool:
     """Whether torch can record what this device's memory is used for."""
     return device.type == "cuda"
@@ -211,15 +231,15 @@ def measure_peak_flops(device: Device, dtype: torch.dtype) -> float:
     """
     best = 0.0
     for size in (128, 256, 512, 1024, 2048, 4096, 8192):
-        seconds = _matmul_seconds(device, dtype, size)
+        seconds = matmul_seconds(device, dtype, size)
         best = max(best, 2 * size**3 / seconds)
         if seconds > 0.005:  # the next size takes eight times as long
             break
     return best
 
 
-def _matmul_seconds(device: Device, dtype: torch.dtype, size: int, repeats: int = 5) -> float:
-    """Median time of one product of two `[size, size]` matrices, after a warm-up."""
+def matmul_seconds(device: Device, dtype: torch.dtype, size: int, repeats: int = 5) -> float:
+    """Median time in seconds of one product of two `[size, size]` matrices, after a warm-up."""
     # A generator of its own leaves the run's random numbers as they were.
     generator = torch.Generator(device.torch_device).manual_seed(0)
     matrix = torch.rand(size, size, device=device.torch_device, generator=generator).to(dtype)
