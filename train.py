@@ -153,6 +153,7 @@ def run(
     from titan.observability.memory_snapshots import open_memory_snapshots
     from titan.observability.metrics import MetricsLogger, StepResult
     from titan.observability.plan import describe_text
+    from titan.observability.prediction import predict
     from titan.observability.profiling import Profiler
     from titan.observability.regions import region
     from titan.observability.signals import clear_requeue, mark_requeue
@@ -168,6 +169,9 @@ def run(
 
     job = loaded.config
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    prediction = predict(job, dims, dims.world.get_local_rank("pp"), device)
+    for line in prediction.lines:
+        logger.info(line)
 
     # 2. On what: the data, in an order that no layout changes.
     tokenizer = build_tokenizer(tokenizer_path(job))
@@ -275,6 +279,8 @@ def run(
     train_step = TrainStep(stages, optimizer, job, dims, device.torch_device)
 
     def save_if_due(*, last: bool) -> None:
+        if not checkpoint.may_be_due(step, last=last):
+            return
         with metrics.pause("checkpoint"), watchdog.pause(f"saving step {step}"):
             if checkpoint.due(step, last=last):
                 state = {"step": step, "tokens_seen": tokens_seen, "data": loader.state_dict()}
@@ -329,6 +335,8 @@ def run(
                 set_timeout(job.comm.train_timeout_seconds)
                 compiling = f"; {describe_compilation()}" if job.compile.enable else ""
                 logger.info(f"First step done {time.time() - started:.1f} s after the start{compiling}")
+            if step == first_step + 1 and (compared := prediction.beside(device)):
+                logger.info(compared)
             if profiler.writes_after(step):
                 set_timeout(job.comm.init_timeout_seconds)  # ranks write for different times, and then wait for all
                 with metrics.pause("profiling"), watchdog.pause(f"writing the trace of step {step}"):

@@ -273,14 +273,14 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     step = tmp_path / "dcp" / "step-0"
     shutil.copytree(step, tmp_path / "dcp" / "step-10")  # of another step by its manifest
     assert open_source(tmp_path / "dcp").format == "dcp"
-    with pytest.raises(UserError, match="step-10 is no complete checkpoint"):
+    with pytest.raises(UserError, match=r"no complete checkpoint there \(step-10: "):
         open_source(tmp_path / "dcp" / "step-10")
     (file,) = step.glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UserError, match=rf"is damaged: {file.name}"):
         open_source(step)
     (step / "manifest.json").unlink()
-    with pytest.raises(UserError, match="has no complete checkpoint"):
+    with pytest.raises(UserError, match="no complete checkpoint there"):
         open_source(tmp_path / "dcp")
 
 

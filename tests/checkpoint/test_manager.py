@@ -86,7 +86,8 @@ def _saved_steps(run: Run, start: int, steps: int) -> list[int]:
     """The loop of a trainer, which asks after each step."""
     saved = []
     for step in range(start + 1, steps + 1):
-        if run.manager.due(step, last=step == steps):
+        last = step == steps
+        if run.manager.may_be_due(step, last=last) and run.manager.due(step, last=last):
             run.save(step)
             saved.append(step)
     # A run without a step left to do asks too.
@@ -109,6 +110,13 @@ def test_ck_last(tmp_path: Path, settings: dict[str, Any], steps: int, expected:
     resumed = Run(tmp_path, **settings)
     assert resumed.manager.load() == {"step": steps}
     assert _saved_steps(resumed, steps, steps) == []
+
+
+def test_most_steps_ask_for_nothing(tmp_path: Path) -> None:
+    manager = Run(tmp_path, interval=5).manager
+    assert [step for step in range(1, 12) if manager.may_be_due(step, last=step == 11)] == [1, 5, 10, 11]
+    assert Run(tmp_path, interval=5, interval_type="seconds").manager.may_be_due(2, last=False)
+    assert not Run(tmp_path, enable=False).manager.may_be_due(5, last=True)
 
 
 def test_nothing_is_saved_when_only_loading_or_when_off(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ MORE = [
     Layout(special="deep", dp=2, extra=("fsdp_reshard_after_forward=never",)),
     Layout(special="deep", tp=2, extra=("no_enable_sequence_parallel",)),
     Layout(special="deep", tp=2, extra=(FULL,)),
+    Layout(special="deep", tp=2, extra=(FULL, "activation_checkpoint.early_stop=true")),
     Layout(special="deep", tp=2, extra=("loss.name=cross_entropy",)),
     Layout(special="deep", cp=2, extra=("context_parallel_rotate_method=alltoall",)),
     Layout(special="deep", cp=2, extra=(FULL,)),

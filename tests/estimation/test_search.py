@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 
 import pytest
 
 from titan.config.errors import UserError
+from titan.config.job_config import JobConfig
 from titan.config.loader import load_and_check, load_and_check_plan
 from titan.estimation.closed_form import estimate
+from titan.estimation.estimate import RankEstimate
 from titan.estimation.from_config import layout_of
 from titan.estimation.hardware import PROFILES, find_hardware
+from titan.estimation.methods import METHODS, Method
 from titan.estimation.search import TIE, Candidate, find_layouts
 from titan.estimation.search_report import explain, search
 
@@ -103,6 +107,48 @@ def test_the_file_that_it_writes_is_the_layout(
         layout.dp_replicate,
     )
     assert found.config.job.description == loaded.config.job.description  # of the file that it extends
+
+
+def traced_peaks(monkeypatch: pytest.MonkeyPatch, peaks: dict[int, float]) -> None:
+    """Let the trace say that layouts of these tp degrees reserve so many GiB."""
+
+    def ranks(job: JobConfig, world_size: int) -> list[RankEstimate]:
+        gib = peaks.get(job.parallelism.tensor_parallel_degree)
+        if gib is None:
+            raise UserError("x: it isn't traced yet")
+        (rank,) = estimate(layout_of(job, world_size))
+        return [dataclasses.replace(rank, peak_reserved_bytes=round(gib * 2**30))]
+
+    monkeypatch.setitem(METHODS, "trace", Method("tracing a step", ranks))
+
+
+def test_what_doesnt_fit_by_its_trace_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--job.config_file=llama3_8b.toml", "--estimation.search", "--estimation.method=trace"]
+    loaded = load_and_check(arguments, 1)
+    traced_peaks(monkeypatch, {1: 99.0})
+    assert search(loaded, 8) == 0
+    printed = capsys.readouterr().out
+    assert "dropped: shard 8, microbatches of 1 window(s), checkpointing none: number 1 by the closed form" in printed
+    assert "its trace reserves 99.0 GiB rather than " in printed and "above the limit of 74.4" in printed
+    assert "memory by trace: " in printed and "not verified: tp 2 × shard 4" in printed  # and stays
+    assert "  1.    6,000 tokens/s per GPU" in printed
+    traced_peaks(monkeypatch, dict.fromkeys((1, 2, 4, 8), 99.0))
+    assert search(loaded, 8) == 3
+    printed = capsys.readouterr().out
+    assert "no layout fits" in printed and "memory by trace: 0 of 5 layouts fit" in printed
+
+
+@pytest.mark.slow
+def test_the_best_are_verified_by_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--job.config_file=llama3_8b.toml", "--estimation.search", "--estimation.method=trace"]
+    started = time.process_time()
+    assert search(load_and_check(arguments, 1), 8) == 0
+    assert time.process_time() - started < 60
+    printed = capsys.readouterr().out
+    assert "memory by trace: 5 of 5 layouts fit" in printed
+    assert "  1.    6,100 tokens/s per GPU" in printed and "shard 8, " in printed
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

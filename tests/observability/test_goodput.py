@@ -48,6 +48,23 @@ def test_every_second_of_a_run_has_a_kind(tmp_path: Path, cpu: Device) -> None:
     assert run.lines()[-1]["goodput"] == pytest.approx(10 / 56.5)
 
 
+def test_opening_what_is_written_to_is_start_up(tmp_path: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B may take a while."""
+
+    class SlowRun(Run):
+        def __init__(self) -> None:
+            def open_slowly(*_: Any) -> list[Any]:
+                self.now += 5.0
+                return []
+
+            monkeypatch.setattr("titan.observability.metrics.open_writers", open_slowly)
+            super().__init__(tmp_path, cpu)
+
+    SlowRun().metrics.close()
+    (tmp_path / "metrics.jsonl").touch()
+    assert accounted(tmp_path) == {"startup": 15.0}
+
+
 def test_steps_that_are_done_again_are_lost_and_the_time_between_starts_is_down(tmp_path: Path, cpu: Device) -> None:
     Run(tmp_path, cpu, total_steps=12).steps(1, 8, data_seconds=0.0)  # killed after step 8
     resumed = Run(tmp_path, cpu, total_steps=12, start_step=6, now=100.0)  # its process began at 90, step 8 was at 8

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from titan.checkpoint.collective import Ranks
-from titan.checkpoint.folders import STEP_NAME, recover, scan, step_folder
-from titan.checkpoint.manifest import Manifest, find_damage
+from titan.checkpoint.folders import find_checkpoint, recover, scan, step_folder
+from titan.checkpoint.manifest import Manifest, ManifestError, find_damage
 from titan.checkpoint.storage import Place
 from titan.config.errors import UserError
 from titan.config.job_config import Checkpoint
@@ -64,23 +64,16 @@ def find_initial(path: Place, model_only: bool) -> tuple[Place, Manifest]:
     Raises:
         UserError: there is none, or it holds no more than the model where everything is asked for.
     """
-    found = scan(path)
-    if (match := STEP_NAME.fullmatch(path.name)) and not found.complete:
-        root, step = path.parent, int(match[1])
-        found = scan(root)
-    else:
-        root, step = path, max(found.complete, default=-1)
-    if step not in found.complete:
-        why = "; ".join(f"{step_folder(root, step)}: {reason}" for step, reason in found.skipped.items())
+    try:
+        root, manifest = find_checkpoint(path)
+    except ManifestError as error:
         raise UserError(
-            f'checkpoint.initial_load_path = "{path}": no complete checkpoint there ({why or "no folder step-N"}); '
-            "expected a folder step-N, or one that holds such folders. For Hugging Face weights set "
-            "checkpoint.initial_load_in_hf = true"
-        )
-    manifest = found.complete[step]
+            f'checkpoint.initial_load_path = "{path}": no complete checkpoint there ({error}); expected a folder '
+            "step-N, or one that holds such folders. For Hugging Face weights set checkpoint.initial_load_in_hf = true"
+        ) from None
     if manifest.model_only and not model_only:
         raise UserError(
-            f'checkpoint.initial_load_path = "{path}": {step_folder(root, step)} holds the model alone; set '
+            f'checkpoint.initial_load_path = "{path}": {step_folder(root, manifest.step)} holds the model alone; set '
             "checkpoint.initial_load_model_only = true"
         )
     return root, manifest

@@ -50,6 +50,29 @@ def scan(root: Place, after: int = -1) -> Scan:
     return found
 
 
+def find_checkpoint(path: Place) -> tuple[Place, Manifest]:
+    """A checkpoint by the path of its step's folder, or the newest one in a folder of them.
+
+    Returns:
+        The folder that its `step-N` lies in, and its manifest.
+
+    Raises:
+        ManifestError: there is no complete one; says why.
+    """
+    found = scan(path)
+    if found.complete:
+        return path, found.complete[max(found.complete)]
+    if match := STEP_NAME.fullmatch(path.name):
+        try:
+            return path.parent, read_manifest(path, int(match[1]))
+        except ManifestError as error:
+            raise ManifestError(f"{path.name}: {error}") from None
+    if (path / MANIFEST_FILE).exists():
+        raise ManifestError("the folder's name isn't step-N")
+    why = "; ".join(f"step-{step}: {reason}" for step, reason in found.skipped.items())
+    raise ManifestError(why or "no folder step-N")
+
+
 def _steps(root: Place) -> list[int]:
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     return sorted(int(match[1]) for match in map(STEP_NAME.fullmatch, names) if match)

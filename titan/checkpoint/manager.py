@@ -128,6 +128,14 @@ class CheckpointManager:
         tensors = model_tensors(self._model_parts)
         return {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
 
+    def may_be_due(self, step: int, *, last: bool) -> bool:
+        """Whether `due` has anything to find out, which may take as long as a save. Answers at once; mostly no."""
+        settings = self._settings
+        if not settings.enable or settings.load_only:
+            return False
+        by_time = settings.interval_type != "steps"
+        return last or by_time or step == 1 or step % settings.interval == 0 or self._in_flight is not None
+
     def due(self, step: int, *, last: bool) -> bool:
         """Whether to save after `step`, the same answer on all ranks. Never for a step that was loaded or saved.
 

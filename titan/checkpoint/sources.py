@@ -10,14 +10,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
-from titan.checkpoint.folders import STEP_NAME, scan, step_folder
+from titan.checkpoint.folders import STEP_NAME, find_checkpoint, step_folder
 from titan.checkpoint.huggingface_config import CONFIG_FILE, family_of, read_config
 from titan.checkpoint.huggingface_load import check_copy, match_names
-from titan.checkpoint.manifest import MANIFEST_FILE, ManifestError, find_damage, read_manifest
+from titan.checkpoint.manifest import MANIFEST_FILE, ManifestError, find_damage
 from titan.checkpoint.meta_files import PARAMS_FILE, open_meta
 from titan.checkpoint.model_names import model_of_manifest, model_of_sizes
 from titan.checkpoint.safetensors_files import StoredTensor, read_slice, stored_tensors
@@ -165,31 +165,17 @@ def _family(config: JobConfig) -> ModelSpec[Any]:
 
 
 def _open_dcp(path: Path, named: JobConfig | None) -> Source:
-    folder = _step_folder(path)
     try:
-        step = STEP_NAME.fullmatch(folder.resolve().name)
-        if step is None:
-            raise ManifestError("its name isn't step-N")
-        manifest = read_manifest(folder, int(step[1]))
+        root, manifest = find_checkpoint(path.resolve())  # a link's own name needn't be step-N
     except ManifestError as error:
-        raise UserError(f"{folder} is no complete checkpoint: {error}") from None
+        raise UserError(f"{path}: no complete checkpoint there ({error})") from None
+    folder = cast(Path, step_folder(root, manifest.step))  # it is what `path` is
     if damage := find_damage(folder, manifest.files, "size"):
         raise UserError(f"the checkpoint {folder} is damaged: {damage[0]}")
     config = model_of_manifest(manifest.config)
     sizes = model_sizes(config)
     model_of_sizes(sizes, named)
     return Source("dcp", _weights_of_dcp(folder), _family(config), sizes, config, tokenizer_path(config))
-
-
-def _step_folder(path: Path) -> Path:
-    """The checkpoint itself, or the newest complete one in a folder of them."""
-    if (path / MANIFEST_FILE).is_file() or STEP_NAME.fullmatch(path.resolve().name):
-        return path
-    found = scan(path)
-    if not found.complete:
-        reasons = "; ".join(f"step-{step}: {reason}" for step, reason in found.skipped.items())
-        raise UserError(f"{path} has no complete checkpoint ({reasons})")
-    return path / step_folder(path, max(found.complete)).name
 
 
 def _weights_of_dcp(folder: Path) -> StoredWeights:

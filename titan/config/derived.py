@@ -160,3 +160,17 @@ def rank_log(config: JobConfig, rank: int) -> Path | None:
     if folder is None or config.checkpoint.load_only:
         return None
     return Path(config.job.dump_folder) / folder / f"rank_{rank}.log"
+
+
+def keeps_reduced_gradients(job: JobConfig, batch_degree: int) -> bool:
+    """Whether what FSDP's reduce-scatter gives is the gradient itself, until the optimizer's step has passed.
+
+    Not where it is added to an earlier microbatch's, cast, copied to the CPU, or used up by an optimizer in backward.
+    """
+    training = job.training
+    return (
+        global_batch_size(job, batch_degree) == training.local_batch_size * batch_degree
+        and training.mixed_precision_reduce == training.dtype
+        and not training.enable_cpu_offload
+        and not job.optimizer.early_step_in_backward
+    )

@@ -567,7 +567,11 @@ class Estimation:
     html: str | None = setting(
         None, "Also draw the estimate, as one HTML page that needs no other file.", compare=False
     )
-    search: bool = setting(False, "Find the layout that trains fastest on so many ranks.", compare=False)
+    search: bool = setting(
+        False,
+        "Find the layout that trains fastest on so many ranks; trace the five best if estimation.method = trace.",
+        compare=False,
+    )
     search_output: str | None = setting(
         None, "With estimation.search: write the layout that was found to this TOML file.", compare=False
     )

@@ -5,7 +5,8 @@ backward pass of the last block, that of the embedding, and the update. The larg
 
 What the allocator reserves is more than what is alive. FSDP2 gathers weights in one stream and sums gradients in
 another, and each stream has a pool of its own that is never given back: the first as large as two neighbouring groups,
-the second as large as all sharded gradients. What is left between blocks of the pool that computes is about 1 %.
+the second as large as all sharded gradients, where they don't lie in the pool that computes (parallelisms/fsdp.py).
+What is left between blocks of that pool is about 1 %, until gradients take the place of larger tensors.
 """
 
 from __future__ import annotations
@@ -115,14 +116,19 @@ def moments_of(layout: Layout, rank: int) -> list[Moment]:
 def reserved_bytes(layout: Layout, rank: int) -> int:
     """The most that the allocator takes from the device."""
     groups = _groups_of_rank(layout, rank)
-    computing = max(sum(moment.alive.values()) - moment.elsewhere for moment in _moments(layout, rank))
+    computing = max(
+        sum(moment.alive.values()) - moment.elsewhere + moment.in_pieces for moment in _moments(layout, rank)
+    )
     if not layout.wrapped:
         return round(_FRAGMENTED * computing)
     # A group's buffer lives until its weights are copied out, while the next group's is gathered.
     sizes = [group.gathered for group in groups]
     pairs = [first + second for first, second in pairwise(sizes)] or sizes
     gather_pool = max(pairs) * (1 + 1 / layout.shards)
-    return round(_FRAGMENTED * computing + gather_pool + _sharded_gradients(layout, groups))
+    if len(sizes) > 2 and sizes[0] < sizes[1]:
+        gather_pool += sizes[0]  # what the first has left is too small for those that come after it
+    summing_pool = 0.0 if layout.pools_gradients else _sharded_gradients(layout, groups)
+    return round(_FRAGMENTED * computing + gather_pool + summing_pool)
 
 
 def host_bytes(layout: Layout, rank: int) -> int:
@@ -154,11 +160,13 @@ class _Moment(NamedTuple):
         where: phase and layer.
         alive: bytes by category.
         elsewhere: how many of them lie in the pools of FSDP's streams.
+        in_pieces: bytes that are free, but in pieces too small for what is needed.
     """
 
     where: str
     alive: dict[str, float]
     elsewhere: float
+    in_pieces: float = 0.0
 
 
 def _moments(layout: Layout, rank: int) -> Iterator[_Moment]:
@@ -190,7 +198,7 @@ def _moments(layout: Layout, rank: int) -> Iterator[_Moment]:
         alive["communication"] = alive.get("communication", 0) + buffers
         alive["gradients"] = alive.get("gradients", 0) + sharded_now + whole
         alive["unsharded_parameters"] = alive.get("unsharded_parameters", 0) + incoming
-        return _Moment(where, states | alive, (sharded_now if layout.wrapped else 0) + incoming)
+        return _Moment(where, states | alive, (0 if layout.pools_gradients else sharded_now) + incoming)
 
     def unsharded(*held: Group) -> float:
         if not layout.wrapped:
@@ -231,11 +239,21 @@ def _moments(layout: Layout, rank: int) -> Iterator[_Moment]:
         communication=layout.reduce * (head or block).parameters if layout.wrapped and not whole else 0,
         temporaries=_working_set_of_block(layout, stream),
     )
+    if not whole:
+        yield moment(
+            "backward, first block",
+            max(early, sharded * (1 - (block.parameters + groups[0].parameters) / parameters)),
+            gradients=element * block.parameters,
+            activations=max(0.0, 1 - 1 / in_flight) * kept + layout.kept_by_block,
+            unsharded_parameters=unsharded(groups[0], block),
+            communication=layout.reduce * block.parameters if layout.wrapped else 0,
+            temporaries=_working_set_of_block(layout, stream),
+        )
     if any(stage.embedding for stage in stages):
         table = layout.vocabulary * model.dim
         if layout.reference and layout.tp > 1:  # DTensor's backward makes a gradient of the whole vocabulary
             table = model.vocab_size * model.dim
-        yield moment(
+        last = moment(
             "backward, embedding",
             max(early, sharded),
             gradients=element * table,
@@ -243,12 +261,16 @@ def _moments(layout: Layout, rank: int) -> Iterator[_Moment]:
             unsharded_parameters=unsharded(),
             communication=layout.reduce * table if layout.wrapped else 0,
         )
+        # Gradients of blocks lie where the input of the head's reduction was, which is as large as the embedding's.
+        broken = layout.reduce * head.parameters if head and layout.wrapped and layout.pools_gradients else 0.0
+        yield last._replace(in_pieces=broken)
 
 
 def _working_set_of_block(layout: Layout, stream: int) -> float:
     """What the backward pass of a block computes again, and gradients on their way through it."""
     again = layout.kept("none") - (layout.kept_by_block if layout.checkpointing.every == 1 else 0)
-    return again + layout.element * layout.tokens * layout.model.ffn_dim // layout.tp + 2 * stream
+    whole = layout.element * layout.tokens * layout.model.dim  # what tp gathers of the gradient for w2's products
+    return again + layout.element * layout.tokens * layout.model.ffn_dim // layout.tp + stream + whole
 
 
 def _norm_and_head_input(layout: Layout) -> float:

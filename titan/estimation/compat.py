@@ -1,6 +1,7 @@
 """Differences between titan and torchtitan of 2024 and 2025, for comparing predictions with its published measurements.
 
 - in 2024 embedding, norm and head are gathered with FSDP's root, and stay so through the step
+- sums of gradients lie in a pool of FSDP's
 - the norm is made of several operators, the first of which casts to fp32 (`accelerator_operators(fused_norm=False)`)
 - the loss is F.cross_entropy of whole logits in fp32; with tp DTensor's, of logits that are split over the vocabulary
 - checkpointing within a block also keeps the last product
@@ -20,7 +21,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel
 
 from titan.models.layers.head import Labels
 from titan.models.llama import parallelize
-from titan.parallelisms import activation_checkpoint, tensor
+from titan.parallelisms import activation_checkpoint, fsdp, tensor
 from titan.training import loss
 
 
@@ -37,6 +38,7 @@ def torchtitan(year: str) -> Iterator[None]:
         choice(self, products + 1)
 
     replaced: list[tuple[Any, str, Any]] = [
+        (fsdp, "keeps_reduced_gradients", lambda config, batch_degree: False),
         (loss, "build_loss", lambda config, dims, vocab_size: _whole_logits),
         (activation_checkpoint._Choice, "__init__", keep_all),
         (tensor, "_VocabularyEmbedding", _embedding),

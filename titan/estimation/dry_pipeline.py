@@ -57,7 +57,7 @@ def shortened(job: JobConfig, layers: int, microbatches: int, tracer: Tracer) ->
         whole = [name for name in kept if name in names]
         return cast(nn.Module, cut(model, [name for name in kept if name not in whole[layers:]]))
 
-    class Stage(build):  # type: ignore[misc]
+    class Stage(build):  # type: ignore[valid-type,misc]
         def _prepare_forward_infra(self, _: int, *args: Any, **kwargs: Any) -> Any:
             return super()._prepare_forward_infra(total, *args, **kwargs)
 

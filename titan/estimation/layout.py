@@ -184,6 +184,17 @@ class Layout:
         """Embedding and head are groups of FSDP's; else they belong to its root, and stay gathered through the step."""
         return self.reference != "torchtitan-2024" and not self.model.tied
 
+    @property
+    def holds_scores(self) -> bool:
+        """Attention holds whole matrices of scores, which no closed form counts: in float32 no kernel groups heads."""
+        return self.element == 4 and self.model.n_kv_heads != self.model.n_heads
+
+    @property
+    def pools_gradients(self) -> bool:
+        """Sharded gradients lie in the pool of the stream that computes (`config.derived.keeps_reduced_gradients`)."""
+        whole_step = self.accumulation == 1 and self.reduce == self.weight
+        return not self.wrapped or (whole_step and not (self.cpu_offload or self.early_step or self.reference))
+
     @cached_property
     def block(self) -> BlockShape:
         model = self.model

@@ -9,10 +9,10 @@ from titan.estimation.picture_memory import ranks_section, step_section
 from titan.estimation.picture_mesh import mesh_section
 from titan.estimation.picture_search import search_section
 from titan.estimation.pipeline_timeline import KINDS
-from titan.estimation.report import Report, rounded
+from titan.estimation.report import Report
 from titan.estimation.schedule import timeline_of
 from titan.estimation.search import Candidate
-from titan.estimation.time import BAND
+from titan.estimation.time import BAND, rounded
 from titan.pages.bars import Bar, Box, bar_chart, gantt_chart
 from titan.pages.page import Markup, folded, legend, page, section, table, tag, tiles
 from titan.pages.scale import gib, seconds

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titan.estimation.hardware import GIB
-from titan.estimation.report import Report, rounded
+from titan.estimation.report import Report
 from titan.estimation.search import Candidate, frontier
-from titan.estimation.time import BAND
+from titan.estimation.time import BAND, rounded
 from titan.pages.areas import scatter_chart
 from titan.pages.charts import Axes
 from titan.pages.page import Markup, legend, section, table, tag

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -20,7 +19,7 @@ from titan.estimation.hardware import FIT_SHARE, GIB, NOT_RESERVED, Hardware
 from titan.estimation.holdings import holdings
 from titan.estimation.layout import Layout
 from titan.estimation.methods import METHODS
-from titan.estimation.time import BAND, UNSURE_RANKS, StepTime, exchange_seconds
+from titan.estimation.time import BAND, UNSURE_RANKS, StepTime, banded, exchange_seconds, rounded
 from titan.models.spec import FlopsPerToken
 from titan.parallelisms.parallel_dims import ParallelDims
 
@@ -231,6 +230,8 @@ class Report:
         float8 = self.config.float8.enable_float8_linear and not compiles(self.config, "model")
         if float8 and self.config.estimation.method == "analytic":
             yield "  float8 without torch.compile: what its casts take isn't counted; estimation.method = trace does"
+        if self.layout and self.layout.holds_scores and self.config.estimation.method == "analytic":
+            yield "  in float32 attention holds whole matrices of scores: more than is counted here, but not by a trace"
         for change in self.changes:
             longer = round(100 * (change.slower - 1))
             time = f"{longer:+} % GPU time per token" if longer else "no slower"
@@ -284,13 +285,13 @@ class Report:
         steps = self.steps
         days = steps * seconds / 86400
         yield f"speed, ± {BAND:.0%}: {self._basis()}"
-        yield f"  {'step':22}{_band(seconds)} s"
+        yield f"  {'step':22}{banded(seconds)} s"
         if self.dims.pp > 1:
             yield f"  {'pipeline bubble':22}{self.time.bubble:.0%} of the schedule"
-        yield f"  {'tokens/s per GPU':22}{_band(speed)}"
-        yield f"  {'tokens/s in all':22}{_band(speed * ranks)}"
-        yield f"  {'MFU':22}{'n/a' if self.mfu is None else f'{_band(100 * self.mfu)} %'}"
-        yield f"  {f'{steps:,} steps':22}{_band(days)} days, {_band(days * 24 * ranks)} GPU-hours"
+        yield f"  {'tokens/s per GPU':22}{banded(speed)}"
+        yield f"  {'tokens/s in all':22}{banded(speed * ranks)}"
+        yield f"  {'MFU':22}{'n/a' if self.mfu is None else f'{banded(100 * self.mfu)} %'}"
+        yield f"  {f'{steps:,} steps':22}{banded(days)} days, {banded(days * 24 * ranks)} GPU-hours"
         if self.time.unsure:
             yield f"  beyond about {UNSURE_RANKS:,} ranks it is a guess: congestion and stragglers aren't counted"
 
@@ -307,16 +308,3 @@ class Report:
         yield f"Estimated optimizer state size: {peak.breakdown['optimizer'] / 1e9:.2f} GB"
         yield f"Total estimated GPU memory: {peak.peak_reserved_bytes / 1e9:.2f} GB"
         yield f"Estimated FLOP per step: {self.flops.full * self.tokens_per_step:.3e}"
-
-
-def rounded(value: float) -> str:
-    """Two significant digits."""
-    if abs(value) < 1e-3:
-        return "<0.001" if value else "0"
-    digits = 1 - math.floor(math.log10(abs(value)))
-    rounded = round(value, digits)
-    return f"{rounded:,.{max(0, digits)}f}"
-
-
-def _band(value: float) -> str:
-    return f"{rounded(value)} ({rounded(value * (1 - BAND))} to {rounded(value * (1 + BAND))})"

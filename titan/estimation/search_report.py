@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from titan.config.toml_files import find_config
 from titan.config.toml_text import toml_value
 from titan.estimation.changes import Change, with_settings
 from titan.estimation.hardware import GIB, Hardware, find_hardware
+from titan.estimation.methods import METHODS
 from titan.estimation.run import make_report
 from titan.estimation.search import TIE, Candidate, best_first, fitting_layouts, frontier, layers_per_stage
 from titan.estimation.time import BAND
@@ -72,7 +74,12 @@ def search(loaded: LoadedConfig, world_size: int) -> int:
     fitting = fitting_layouts(config, world_size, hardware)
     ranked = [found for found in best_first(fitting) if _is_legal(config, found, hardware)]
     model = f"{config.model.name} {config.model.flavor} on {world_size:,} × {hardware.name}"
+    notes: list[str] = []
+    if config.estimation.method != "analytic":
+        ranked, notes = verify(config, ranked, hardware)
     if not ranked:
+        for note in notes:
+            print(note)
         print(f"{model}: no layout fits; more ranks, or less per rank")
         return NOTHING_FITS_STATUS
     layout = ranked[0].layout
@@ -82,7 +89,7 @@ def search(loaded: LoadedConfig, world_size: int) -> int:
     for number, found in enumerate(ranked, start=1):
         speed, memory = _two_digits(found.tokens_per_second), found.reserved / GIB
         print(f"{number:3}. {speed:>8} tokens/s per GPU  {memory:6.1f} GiB  {found}")
-    for line in [*explain(ranked), *_on_frontier(fitting)]:
+    for line in [*notes, *explain(ranked), *_on_frontier(fitting)]:
         print(line)
     if (target := config.estimation.html) is not None:
         from titan.estimation.picture import search_page
@@ -98,6 +105,33 @@ def search(loaded: LoadedConfig, world_size: int) -> int:
             Path(target).expanduser().write_text(text, encoding="utf-8")
         print(f"written to {target}")
     return 0
+
+
+def verify(config: JobConfig, ranked: list[Candidate], hardware: Hardware) -> tuple[list[Candidate], list[str]]:
+    """Trace a step of each layout that the closed form found.
+
+    Returns:
+        Those that fit by the trace too, in the same order and with the trace's memory; and what there is to say of the
+        others. A layout that can't be traced stays.
+    """
+    kept, notes = [], []
+    for number, found in enumerate(ranked, start=1):
+        try:
+            ranks = METHODS["trace"].ranks(with_settings(config, settings_of(config, found)), found.layout.world_size)
+        except UserError as error:
+            kept.append(found)
+            notes.append(f"not verified: {found}: {error}")
+            continue
+        traced = max(rank.peak_reserved_bytes for rank in ranks)
+        if traced <= hardware.fit_bytes:
+            kept.append(dataclasses.replace(found, reserved=traced))
+            continue
+        notes.append(
+            f"dropped: {found}: number {number} by the closed form, but its trace reserves {traced / GIB:.1f} GiB "
+            f"rather than {found.reserved / GIB:.1f}, above the limit of {hardware.fit_bytes / GIB:.1f}"
+        )
+    fitting = len(ranked) - sum(note.startswith("dropped") for note in notes)
+    return kept, [f"memory by trace: {fitting} of {len(ranked)} layouts fit", *notes]
 
 
 def _is_legal(config: JobConfig, candidate: Candidate, hardware: Hardware) -> bool:

@@ -12,6 +12,7 @@ of more than about a thousand devices, isn't known. `Calibration` scales all of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from titan.estimation.communication import group_shapes, stream_exchanges
@@ -27,6 +28,19 @@ _OPEN_REPLICAS = 0.5  # of the sum over copies; a guess, as the next two: bytes/
 _HOST_LINK, _HOST_MEMORY = 25e9, 12e9
 
 _NAMES = {size: name for name, size in reversed(BYTES.items())}  # bfloat16 rather than float16
+
+
+def rounded(value: float) -> str:
+    """Two significant digits."""
+    if abs(value) < 1e-3:
+        return "<0.001" if value else "0"
+    digits = 1 - math.floor(math.log10(abs(value)))
+    return f"{round(value, digits):,.{max(0, digits)}f}"
+
+
+def banded(value: float) -> str:
+    """Two digits, with how far it may be off."""
+    return f"{rounded(value)} ({rounded(value * (1 - BAND))} to {rounded(value * (1 + BAND))})"
 
 
 @dataclass(frozen=True)

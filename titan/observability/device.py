@@ -25,17 +25,35 @@ _CPU_BACKEND = "gloo"
 # which on it is given back (-1: never).
 _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1
 
-# Dense half-precision peaks in FLOP/s, from the vendors' data sheets (NUMERICS.md). A device's whole name must match:
-# a part of it also fits slower relatives (MIG slices, "H200 NVL", "A100-SXM-64GB", "GH200"), whose peak differs.
-_HALF_PRECISION_PEAKS = (
-    (r"(NVIDIA )?A100-(SXM4?|PCIE)-(40|80)GB", 312e12),
-    (r"(NVIDIA )?A100 80GB PCIe", 312e12),
-    (r"(NVIDIA )?H100 80GB HBM3", 989e12),  # how the SXM module calls itself
-    (r"(NVIDIA )?H100 PCIe", 756e12),
-    (r"(NVIDIA )?H100 NVL", 835e12),
-    (r"(NVIDIA )?H200", 989e12),
-    (r"(NVIDIA )?B200", 2250e12),
-    (r"(AMD Instinct )?MI300X( OAM)?", 1307e12),
+
+class _Product(NamedTuple):
+    """An accelerator as it calls itself.
+
+    The whole name must match: a part of it also fits slower relatives (MIG slices, "H200 NVL", "A100-SXM-64GB",
+    "GH200"), whose figures differ.
+
+    Attributes:
+        name: a regular expression.
+        half_peak: dense half-precision peak in FLOP/s, from the vendors' data sheets (NUMERICS.md).
+        profile: of titan/estimation/hardware.py; None where its links or its memory are others.
+    """
+
+    name: str
+    half_peak: float
+    profile: str | None = None
+
+
+_PRODUCTS = (
+    _Product(r"(NVIDIA )?A100-SXM4?-40GB", 312e12, "a100-40gb"),
+    _Product(r"(NVIDIA )?A100-SXM4?-80GB", 312e12, "a100-80gb"),
+    _Product(r"(NVIDIA )?A100-PCIE-(40|80)GB", 312e12),
+    _Product(r"(NVIDIA )?A100 80GB PCIe", 312e12),
+    _Product(r"(NVIDIA )?H100 80GB HBM3", 989e12, "h100"),  # how the SXM module calls itself
+    _Product(r"(NVIDIA )?H100 PCIe", 756e12),
+    _Product(r"(NVIDIA )?H100 NVL", 835e12),
+    _Product(r"(NVIDIA )?H200", 989e12, "h200"),
+    _Product(r"(NVIDIA )?B200", 2250e12, "b200"),
+    _Product(r"(AMD Instinct )?MI300X( OAM)?", 1307e12, "mi300x"),
 )
 
 
@@ -71,7 +89,15 @@ class Device:
         """Dense peak in FLOP/s for matrix products of a type such as "bfloat16"; None when unknown, never a guess."""
         if self.type == "cpu" or dtype_name not in ("bfloat16", "float16"):
             return None
-        return next((peak for pattern, peak in _HALF_PRECISION_PEAKS if re.fullmatch(pattern, self.name)), None)
+        return None if (product := self._product()) is None else product.half_peak
+
+    def hardware_profile(self) -> str | None:
+        """What titan/estimation/hardware.py calls this device; None when its figures aren't there, never a guess."""
+        product = None if self.type == "cpu" else self._product()
+        return None if product is None else product.profile
+
+    def _product(self) -> _Product | None:
+        return next((product for product in _PRODUCTS if re.fullmatch(product.name, self.name)), None)
 
     def multiplies_float8(self) -> bool:
         """Whether matrix products take float8 operands: NVIDIA's from Ada and Hopper on, AMD's from MI300 on."""
@@ -86,6 +112,11 @@ class Device:
             return MemoryUse(_peak_resident_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         _, capacity = torch.accelerator.get_memory_info(self.torch_device)
         return MemoryUse(torch.accelerator.max_memory_reserved(self.torch_device), capacity)
+
+    @property
+    def reserves_memory(self) -> bool:
+        """Whether `memory` counts what a caching allocator has reserved for tensors, which can be predicted."""
+        return self.type != "cpu"
 
     def reset_peak_memory(self) -> None:
         """Measure the peak anew from here. Does nothing on CPU, where the system keeps one peak per process."""

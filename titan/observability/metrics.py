@@ -107,7 +107,7 @@ class MetricsLogger:
         self._record, description = None, {"config": config}
         if rank == 0:
             description["start"] = describe_start(started, start_step, layout, device)
-            self._record = RunRecord(dump_folder, description["start"], wall_clock())
+            self._record = RunRecord(dump_folder, description["start"])
         self._writers = open_writers(settings, dump_folder, rank, start_step, description)
         self._console = Console(settings, total_steps, start_step) if rank == 0 else None
         self._last_step = start_step
@@ -118,6 +118,7 @@ class MetricsLogger:
         self._loss_spikes, self._slow_ranks = LossSpikes(), SlowRanks()
         self._own_seconds = 0.0
         self._window_start = self._released = clock()
+        self._account = self._record.begin(self._clock_started + self._window_start) if self._record else None
 
     def logs(self, step: int) -> bool:
         """Whether a step is logged in any case; the one before an early end is, too."""
@@ -193,8 +194,8 @@ class MetricsLogger:
         """Log what is left, and where the run's time went. Every rank must call it at an orderly end."""
         self.flush()
         self._end(orderly=True)
-        if self._record:
-            logger.info(describe_goodput(self._record.account.seconds()))
+        if self._account:
+            logger.info(describe_goodput(self._account.seconds()))
 
     def close(self) -> None:
         """Close what is open, after a failure too; may be called twice. Talks to no other rank."""
@@ -207,8 +208,10 @@ class MetricsLogger:
 
     def _end(self, *, orderly: bool) -> None:
         """Note when this start ended, and what it did since its last line."""
-        if self._record and not self._closed:
-            self._record.end({"step": self._last_step, **self._timing(self._clock()), "orderly": orderly})
+        if self._record and self._account and not self._closed:
+            end = {"step": self._last_step, **self._timing(self._clock()), "orderly": orderly}
+            self._account.add(end)
+            self._record.end(end)
         self._closed = True
 
     def _timing(self, now: float) -> dict[str, float]:
@@ -224,8 +227,8 @@ class MetricsLogger:
         window = self._window
         losses = [result.loss for result in window]
         timing = self._timing(now)
-        if self._record:
-            self._record.account.add({"step": self._last_step, **timing})
+        if self._account:
+            self._account.add({"step": self._last_step, **timing})
         tokens_per_second = sum(result.tokens for result in window) / (timing["step_seconds"] * len(window))
         per_device = tokens_per_second / self._world_size
         return WindowMetrics(
@@ -239,7 +242,7 @@ class MetricsLogger:
             tflops_per_device=tflops_per_device(per_device, self._flops),
             mfu=model_flops_utilization(per_device, self._flops, self._peak_flops),
             memory_peak_bytes=self._exchange(timing["step_seconds"]),
-            goodput=self._record.account.goodput() if self._record else None,
+            goodput=self._account.goodput() if self._account else None,
             **timing,
             fingerprint=window[-1].fingerprint,
         )

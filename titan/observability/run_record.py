@@ -53,18 +53,17 @@ def describe_start(time: float, step: int, layout: Mapping[str, int], device: De
 
 
 class RunRecord:
-    """A run's starts.jsonl, with a new line for this start, and the account of the run's time.
+    """A run's starts.jsonl, with a new line for this start.
 
     Must be made before metrics.jsonl is opened, which drops lines that the account needs. A start from step 0
     begins a new run, if steps were logged before: the file is renamed as metrics.jsonl is.
 
     Args:
-        folder: where both files are, made when missing; None keeps no file, and accounts for this start alone.
+        folder: where both files are, made when missing; None keeps no file, and knows this start alone.
         start: of `describe_start`.
-        loop_time: when the loop begins, in unix seconds.
     """
 
-    def __init__(self, folder: Path | None, start: Mapping[str, Any], loop_time: float) -> None:
+    def __init__(self, folder: Path | None, start: Mapping[str, Any]) -> None:
         self._path = None if folder is None else folder / "starts.jsonl"
         self._starts: list[dict[str, Any]] = []
         rows: list[dict[str, Any]] = []
@@ -76,10 +75,15 @@ class RunRecord:
                 rows = []
             self._starts = list(read_rows(self._path))
         dropped = [{key: row[key] for key in ACCOUNTED if key in row} for row in rows if row["step"] > start["step"]]
-        own = {"start": len(self._starts), **start, "loop_time": loop_time, "dropped": dropped, "end": None}
-        self._starts.append(own)
-        self.account = RunAccount(self._starts, rows)
+        self._starts.append({"start": len(self._starts), **start, "dropped": dropped, "end": None})
+        self._rows = rows
         self._write()
+
+    def begin(self, loop_time: float) -> RunAccount:
+        """Note when the loop begins, in unix seconds; returns the account of the run's time up to then."""
+        self._starts[-1]["loop_time"] = loop_time
+        self._write()
+        return RunAccount(self._starts, self._rows)
 
     def end(self, row: Mapping[str, Any]) -> None:
         """Note how this start ended.
@@ -88,7 +92,6 @@ class RunRecord:
             row: the values of ACCOUNTED since the last line of metrics.jsonl.
         """
         self._starts[-1]["end"] = dict(row)
-        self.account.add(row)
         self._write()
 
     def _write(self) -> None:

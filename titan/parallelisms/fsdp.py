@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from titan.config.derived import keeps_reduced_gradients
 from titan.config.job_config import JobConfig
 from titan.parallelisms.parallel_dims import ParallelDims
 
@@ -44,10 +46,49 @@ def apply_fsdp(
         keep = reshard == "never" or (reshard == "default" and group is groups[-1])
         spread(cast(nn.Module, list(group)), reshard_after_forward=not keep)
     spread(model, reshard_after_forward=reshard == "always")
+    pooled = keeps_reduced_gradients(config, parallel_dims.batch_degree) and hasattr(model, "set_custom_reduce_scatter")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
             module.set_gradient_divide_factor(1.0)
+            if pooled:
+                module.set_custom_reduce_scatter(cast(Any, ReduceScatterIntoPool(parallel_dims.device_type)))
+
+
+class ReduceScatterIntoPool:
+    """FSDP2's reduce-scatter, but for where its result lies: with the tensors that the device computes with.
+
+    FSDP2 asks for that memory while its reduce-scatter stream is the current one. The caching allocator has a pool for
+    each stream, and gives none back: all sharded gradients would have memory of their own, through the whole step.
+    In the pool of the stream that computes they take what the backward pass has freed.
+
+    That is safe, for results that `keeps_reduced_gradients`. The stream that reduces has waited for the one that
+    computes before it asks, so whoever had the memory is done with it. And the one that computes waits for all
+    reductions at the end of the backward pass, before anybody frees a gradient.
+
+    Implements `torch.distributed.fsdp`'s ReduceScatter, see `FSDPModule.set_custom_reduce_scatter`.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        """To be made while the stream that computes is the current one."""
+        self._streams = torch.get_device_module(device_type)
+        self._computing = self._streams.current_stream()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for an input or a result, flat."""
+        with self._streams.stream(self._computing):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Sum `input_tensor` `[N · n]` over the N ranks of the group; `output_tensor` `[n]` gets this rank's part."""
+        return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def _only_copies(parallel_dims: ParallelDims, config: JobConfig) -> bool:
