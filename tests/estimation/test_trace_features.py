@@ -165,7 +165,8 @@ def test_published_cost_of_float8_without_compile(monkeypatch: pytest.MonkeyPatc
     """
     kept = activation_checkpoint._KEPT
     arguments = ["--model.name=llama3", "--model.flavor=8B", "--model.vocab_size=128256", "--training.seq_len=8192"]
-    arguments += [*MODES["op"], *FLOAT8, "--estimation.gpus=8", "--estimation.compat=torchtitan-2024"]
+    arguments += [*MODES["op"], *FLOAT8, "--training.local_batch_size=1"]
+    arguments += ["--estimation.gpus=8", "--estimation.compat=torchtitan-2024"]
     loaded, ranks = load_and_check_plan(arguments, 1, lambda name: find_hardware(name).machine)
     reserved = []
     for names in (kept, kept | {"aten::abs", "aten::max"}):
