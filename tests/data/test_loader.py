@@ -92,6 +92,18 @@ def test_data_long_doc() -> None:
     assert len(found) == 10
 
 
+def test_one_long_document_costs_no_more_than_many_short_ones() -> None:
+    """A text file may be one document of gigabytes: a window must not copy what is left of it."""
+    seconds = []
+    for documents in (["x" * 2_000_000], ["x" * 2_000] * 1_000):
+        stream = PackedStream(reader(documents, infinite=False), letters, 256)
+        start = time.process_time()
+        while stream.next_window() is not None:
+            pass
+        seconds.append(time.process_time() - start)
+    assert seconds[0] < 5 * seconds[1]
+
+
 def test_data_doc_border_windows_know_the_parts_of_their_documents() -> None:
     """Also of one that began windows before, and after a resume in its middle."""
     for seq_len in (1, 3, 16):

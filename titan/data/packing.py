@@ -99,15 +99,23 @@ class PackedStream:
         while self._buffered <= self._seq_len:
             if not self._read():
                 return None
-        tokens, lengths = self.rest()
-        lengths[-1] -= len(tokens) - (self._seq_len + 1)  # all the others were too few
+        window = self._peek(self._seq_len + 1)
         self._drop(self._seq_len)
-        return Window(tokens[: self._seq_len + 1], lengths)
+        return window
 
     def rest(self) -> Window:
         """What is left when there is no next window: up to `seq_len` tokens."""
-        tokens = np.concatenate([np.empty(0, np.int32), *(piece.tokens for piece in self._pieces)])
-        return Window(tokens, [len(piece.tokens) for piece in self._pieces])
+        return self._peek(self._buffered)
+
+    def _peek(self, count: int) -> Window:
+        """The next tokens, which stay. No others are copied: a document may be as long as a library."""
+        parts: list[np.ndarray] = [np.empty(0, np.int32)]
+        for piece in self._pieces:
+            parts.append(piece.tokens[:count])
+            count -= len(parts[-1])
+            if count == 0:
+                break
+        return Window(np.concatenate(parts), [len(part) for part in parts[1:]])
 
     def _read(self) -> bool:
         document, skip = self._reader.state_dict(), self._skip
