@@ -26,7 +26,7 @@ SECTIONS = ["short", "loss", "grad_norm", "lr", "tokens_per_second_per_device", 
 SECTIONS += ["tokens_seen", "goodput", "wall_time", "starts", "config"]
 CONFIG = """\
 [job]
-description = "a  # b"
+description = "a \\"b\\"  # c"
 
 [optimizer]
 lr = 0.004  # train_configs/debug.toml
@@ -43,7 +43,8 @@ def row(step: int, **other: Any) -> dict[str, Any]:
     values: dict[str, Any] = {"step": step, "loss": 2 + 3 / step, "loss_max": 2.1 + 3 / step, "grad_norm": 1.0}
     values |= {"lr": 1e-3, "tokens_seen": 1000 * step, "tokens_per_second": 2000.0}
     values |= {"tokens_per_second_per_device": 1000.0, "tflops_per_device": 1.0, "mfu": None, "step_seconds": 1.0}
-    values |= {"data_seconds": 0.1, "checkpoint_seconds": 0.0, "memory_peak_bytes": 3 * 2**30}
+    values |= {"data_seconds": 0.1, "checkpoint_seconds": 0.0, "profiling_seconds": 0.0}
+    values |= {"memory_peak_bytes": 3 * 2**30}
     return values | other
 
 
@@ -61,6 +62,7 @@ def write_run(folder: Path, *, restarted: bool = True, **other: Any) -> Path:
     start |= {"command": "python train.py <x>", "versions": {"torch": "2.13"}, "git_commit": "abc", "host": "h"}
     lost = [{"step": step, "time": 1000.0 + step} for step in (50, 60)]
     timings = {"step_seconds": 1.0, "data_seconds": 0.1, "checkpoint_seconds": 0.0, "validation_seconds": 0.0}
+    timings["profiling_seconds"] = 0.0
     again = start | {"start": 1, "time": 1085.0, "loop_time": 1090.0, "step": 40}
     again["dropped"] = [own | timings for own in lost]
     starts = [start, again] if restarted else [start]
@@ -160,6 +162,14 @@ def test_earlier_runs_of_a_folder(tmp_path: Path) -> None:
     assert (folder / "report.html").exists()
 
 
+def test_a_copy_under_another_name(tmp_path: Path) -> None:
+    """Its lines have times, as starts have."""
+    copy = (write_run(tmp_path / "one") / "metrics.jsonl").rename(tmp_path / "copy.jsonl")
+    run = read_run(copy)
+    assert (run.step, run.starts) == (100, [])
+    assert "No starts.jsonl" in run_page([run])
+
+
 def test_a_very_long_run_is_thinned_out(tmp_path: Path) -> None:
     folder = tmp_path / "long"
     folder.mkdir()
@@ -177,11 +187,17 @@ def test_where_time_went_is_what_the_account_says(tmp_path: Path) -> None:
     assert (seconds["startup"], seconds["lost"], seconds["down"]) == pytest.approx((10, 20, 25))
 
 
+def test_writing_of_traces_has_its_part_of_the_bar(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", restarted=False, step_seconds=0.8, profiling_seconds=2.0)
+    assert "writing traces  20 s, 19.0%" in run_page([read_run(folder)])
+
+
 def test_settings_know_their_origins(tmp_path: Path) -> None:
     settings = read_run(write_run(tmp_path / "one")).settings
     found = {key: (each.value, each.origin) for key, each in settings.items()}
+    assert settings["job.description"].text == 'a "b"  # c'
     assert found == {
-        "job.description": ('"a  # b"', None),
+        "job.description": ('"a \\"b\\"  # c"', None),
         "optimizer.lr": ("0.004", "train_configs/debug.toml"),
         "optimizer.groups": ("[]", None),
         "training.steps": ("100", "command line"),
@@ -196,6 +212,9 @@ def test_nothing_to_show_is_a_plain_error(tmp_path: Path, capsys: pytest.Capture
     for path, text in (cases | {tmp_path / "empty": "no step is logged in it yet"}).items():
         with pytest.raises(UserError, match=text):
             read_run(path)
+    starts = write_run(tmp_path / "one") / "starts.jsonl"
+    with pytest.raises(UserError, match=r"starts\.jsonl: no step is logged in it yet"):
+        read_run(starts)
     with pytest.raises(SystemExit) as ended:
         main([str(tmp_path)])
     assert ended.value.code == 2 and "error: " in capsys.readouterr().err

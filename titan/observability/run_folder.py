@@ -28,6 +28,11 @@ class Setting:
     value: str
     origin: str | None
 
+    @property
+    def text(self) -> str:
+        """The value itself, for people: of a string without its quotes."""
+        return str(tomllib.loads(f"value = {self.value}")["value"])
+
 
 @dataclass(frozen=True)
 class Run:
@@ -132,19 +137,22 @@ def read_run(path: Path) -> Run:
     file = path / "metrics.jsonl" if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"{path}: {_missing(path)}")
+    newest = file.name == "metrics.jsonl"
+    # A file that was renamed has no account of its starts.
+    account_file = file.with_name(file.name.replace("metrics", "starts")) if file.name.startswith("metrics") else None
     with refused_by_system(str(file)):
         content = file.read_bytes()
         rows = list(read_rows(file))
-    if not rows:
+        starts = [start for start in read_rows(account_file) if "time" in start] if account_file else []
+        settings = _settings(file.with_name("config.toml")) if newest else {}
+    if not any("loss" in row for row in rows):
         raise UserError(f"{file}: no step is logged in it yet")
-    newest = file.name == "metrics.jsonl"
-    starts = [start for start in read_rows(file.with_name(file.name.replace("metrics", "starts"))) if "time" in start]
     return Run(
         name=str(path),
         windows=[row for row in rows if "validation_loss" not in row],
         validations=[row for row in rows if "validation_loss" in row],
         starts=starts,
-        settings=_settings(file.with_name("config.toml")) if newest else {},
+        settings=settings,
         earlier=sorted(other.name for other in file.parent.glob("metrics.*.jsonl")) if newest else [],
         cut=not content.endswith(b"\n"),
         unreadable=content.count(b"\n") - len(rows),

@@ -15,7 +15,7 @@ from titan.pages.lines import Line, line_chart
 from titan.pages.page import Markup, legend, page, section, table, tag
 from titan.pages.scale import Range, gib, number, seconds
 
-MOST_RUNS = 8  # as many as there are colours
+MOST_RUNS = 8  # more lines can't be told apart
 _GIB = 2**30
 # Kinds of wall time in the order of the bar, with their colours.
 _KINDS = {
@@ -23,6 +23,7 @@ _KINDS = {
     "data": (5, "waiting for data"),
     "checkpoint": (1, "checkpoints"),
     "validation": (3, "validation"),
+    "profiling": (8, "writing traces"),
     "compile": (4, "compiling"),
     "startup": (0, "starting up"),
     "lost": (6, "lost, and done again"),
@@ -41,7 +42,7 @@ def run_page(runs: Sequence[Run], now: float | None = None) -> str:
     names = ", ".join(run.name for run in runs)
     title = f"Run {names}" if len(runs) == 1 else f"{len(runs)} runs: {names}"
     described = runs[0].settings.get("job.description") if len(runs) == 1 else None
-    lead = [described.value.strip('"'), " · "] if described else []
+    lead = [described.text, " · "] if described else []
     return page(title, [*lead, f"page made {moment(made)}"], _sections(runs, made))
 
 
