@@ -36,6 +36,13 @@ def test_the_factor_is_measured_over_predicted(tmp_path: Path) -> None:
     assert (calibration.windows, calibration.ranks) == (3, 8)
 
 
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    file = logged(tmp_path, 1.0, 2.0, 3.0)
+    with file.open("a") as more:
+        more.write('{"step": 3, "step_sec')
+    assert read_calibration(file, PROFILES["h100"]).windows == 2
+
+
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"estimation\.calibrate.*No such file"):
         read_calibration(tmp_path / "metrics.jsonl", PROFILES["h100"])

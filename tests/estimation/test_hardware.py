@@ -63,6 +63,9 @@ def test_a_wrong_profile_is_named(tmp_path: Path, text: str, mistake: str) -> No
 
 
 def test_an_unknown_profile_has_a_hint() -> None:
+    for nowhere in ("nowhere.toml", "~nobody-of-this-name/own.toml"):
+        with pytest.raises(UserError, match=f'"{nowhere}": No such file or directory'):
+            find_hardware(nowhere)
     with pytest.raises(UserError, match=r'estimation.hardware = "h10": no such profile.*did you mean .*h100'):
         find_hardware("h10")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan.config import checks
+from titan.config import checks, checks_estimation
 from titan.config.command_line import read_command_line, wants_help
 from titan.config.convert import BARE, WrongTables, WrongValue, convert
 from titan.config.errors import ConfigError, UserError
@@ -95,6 +95,7 @@ def load_and_check_plan(
         machine = machine_named(own.hardware)
     except UserError as error:
         raise ConfigError([*reading.mistakes, str(error)]) from None
+    reading.mistakes += checks_estimation.mistakes(own)
     ranks = own.gpus or world_size
     if own.search:  # it finds values for these
         reading.reported.update(SEARCHED)

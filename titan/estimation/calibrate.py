@@ -41,7 +41,8 @@ def read_calibration(path: Path, hardware: Hardware) -> Calibration:
     key = f'estimation.calibrate = "{path}"'
     config_file = path.parent / "config.toml"
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]  # another is being written, or a kill cut it
     except OSError as error:
         raise UserError(f"{key}: {error.strerror}") from error
     except ValueError as error:

@@ -6,6 +6,7 @@ Peaks are dense ones, memory is what torch reports as the device's whole, links 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ def find_hardware(name: str) -> Hardware:
     if name in PROFILES:
         return PROFILES[name]
     key = f'estimation.hardware = "{name}"'
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # of a user that there isn't, it stays
     if not name.endswith(".toml"):
         raise UserError(
             f"{key}: no such profile; there are {', '.join(PROFILES)}, or a TOML file of your own"
