@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 from tests.test_train import clean_environment
 from titan.config.errors import UserError
+from titan.config.job_config import JobConfig
 from titan.config.loader import LoadedConfig, load_and_check_plan
+from titan.estimation.estimate import RankEstimate
 from titan.estimation.hardware import PROFILES, find_hardware
+from titan.estimation.methods import METHODS
 from titan.estimation.report import Report
 from titan.estimation.run import DOESNT_FIT_STATUS, estimate, make_report
 
@@ -248,6 +253,22 @@ def test_a_family_whose_sizes_have_other_names(capsys: pytest.CaptureFixture[str
     assert found["step_seconds"] is None
     with pytest.raises(UserError, match="trace needs none"):
         report(*given[:-1], "--model.name=renamed", "--model.flavor=eight")
+
+
+def test_a_trace_keeps_libraries_silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """They warn of what the step of a run might do wrong; here is none."""
+
+    def trace(job: JobConfig, world_size: int) -> list[RankEstimate]:
+        warnings.warn("of torch's", stacklevel=1)
+        logging.getLogger("torch").warning("of torch's")
+        return []
+
+    monkeypatch.setattr("titan.estimation.trace.trace_layout", trace)
+    with warnings.catch_warnings(record=True) as given:
+        assert METHODS["trace"].ranks(JobConfig(), 1) == []
+    assert given == []
+    logging.getLogger("torch").warning("of a run")
+    assert caplog.messages == ["of a run"]
 
 
 def test_a_trace_agrees_with_the_closed_form() -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.distributed.world import Worlds
 from tests.observability.conftest import use_terminal
+from titan.config.errors import UserError
 from titan.config.job_config import Metrics
 from titan.models.spec import FlopsPerToken
 from titan.observability.device import Device, MemoryUse
@@ -318,6 +319,12 @@ def test_tensorboard_of_all_ranks_goes_to_folders_of_their_own(tmp_path: Path, c
     assert read_scalars(tmp_path / "events" / "rank_0")["loss"] == [(1, 1.0)]
     assert read_scalars(tmp_path / "events" / "rank_1")["loss"] == [(1, 2.0)]
     assert not list((tmp_path / "events").glob("events*"))
+
+
+def test_a_folder_of_events_that_cant_be_is_named(tmp_path: Path, cpu: Device) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r'metrics\.save_tb_folder = "file/tb": Not a directory'):
+        Run(tmp_path, cpu, Metrics(progress="none", enable_tensorboard=True, save_tb_folder="file/tb"))
 
 
 def console_of(tmp_path: Path, cpu: Device, progress: Any, **options: Any) -> None:

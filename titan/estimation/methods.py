@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from titan.config.job_config import JobConfig
@@ -23,9 +26,23 @@ class Method(NamedTuple):
 
 
 def _traced(job: JobConfig, world_size: int) -> list[RankEstimate]:
-    from titan.estimation.trace import trace_layout  # the only one that needs torch
+    with _libraries_silent():
+        from titan.estimation.trace import trace_layout  # the only one that needs torch
 
-    return trace_layout(job, world_size)
+        return trace_layout(job, world_size)
+
+
+@contextmanager
+def _libraries_silent() -> Iterator[None]:
+    """Leave out warnings, which are about a run that there isn't yet."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 METHODS = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+from titan.config.errors import refused_by_system
 from titan.config.job_config import Metrics
 from titan.observability.json_lines import drop_after, set_aside
 
@@ -162,6 +163,9 @@ def open_writers(
 
     Args:
         description: of the run, nested, for W&B.
+
+    Raises:
+        UserError: metrics.save_tb_folder can't be written to.
     """
     writers: list[Writer] = []
     if dump_folder is None:
@@ -172,7 +176,8 @@ def open_writers(
         folder = dump_folder / settings.save_tb_folder
         if settings.save_for_all_ranks:
             folder /= f"rank_{rank}"
-        writers.append(TensorBoardWriter(folder, start_step))
+        with refused_by_system(f'metrics.save_tb_folder = "{settings.save_tb_folder}"'):
+            writers.append(TensorBoardWriter(folder, start_step))
     if settings.enable_wandb and rank == 0:
         from titan.observability.wandb_writer import WandbWriter
 
