@@ -318,7 +318,7 @@ def _load_and_export(layout: str, source: str, target: str) -> dict[str, torch.T
     return run.weights()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("tp2·dp2", marks=pytest.mark.slow), "pp2·dp2"])
 def test_two_files_into_and_out_of_a_layout(layout: str, worlds: Worlds, tmp_path: Path) -> None:
     model = strong_model(DEEP)
     half = sum(parameter.nbytes for parameter in model.parameters()) * 6 // 10

@@ -182,6 +182,7 @@ def test_twenty_instants_on_one_process(tmp_path: Path) -> None:
     _kill_and_restart(tmp_path, 1, 20, ["async", "disabled"])
 
 
+@pytest.mark.slow
 def test_five_instants_of_one_rank_or_both(tmp_path: Path) -> None:
     """Where a rank dies alone, the other one has to notice and to end by itself."""
     _kill_and_restart(tmp_path, 2, 5, ["async"])

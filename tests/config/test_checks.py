@@ -98,7 +98,8 @@ class TestCustomImport:
     def test_registers_a_dataset(self, load: Load, mistakes: Mistakes, monkeypatch: pytest.MonkeyPatch) -> None:
         from titan.data import sources
 
-        monkeypatch.setattr(sources, "_factories", dict(sources._factories))
+        others = {name: factory for name, factory in sources._factories.items() if name != "rhymes"}
+        monkeypatch.setattr(sources, "_factories", others)
         Path("my_rhymes.py").write_text(
             "from titan.data.sources import register_dataset\nregister_dataset('rhymes', lambda training: None)\n"
         )

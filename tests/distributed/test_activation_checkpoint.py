@@ -38,7 +38,7 @@ CASES = [
     Case(Layout(cp=2, extra=RING), OP),
     Case(Layout(pp=2, extra=INTERLEAVED), (*FULL, *OFFLOAD)),
     Case(Layout(pp=2, extra=schedule("ZBVZeroBubble")), OP),
-    Case(Layout(pp=2, extra=INTERLEAVED), OP, compiled=True),
+    pytest.param(Case(Layout(pp=2, extra=INTERLEAVED), OP, compiled=True), marks=pytest.mark.slow),
 ]
 
 

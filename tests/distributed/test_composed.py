@@ -86,7 +86,9 @@ def test_tp_norm_grad_replicated_weights_do_not_drift(worlds: Worlds, layout: La
         assert all(equal.values()), equal
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2, extra=RING), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(Layout(tp=2), marks=pytest.mark.slow), Layout(cp=2, extra=RING), Layout(pp=2)], ids=str
+)
 def test_compiled_blocks_follow_the_eager_ones(worlds: Worlds, layout: Layout) -> None:
     """Each block as one graph without breaks, or compiling fails; the backend keeps eager's arithmetic."""
     expected = worlds(1).run(follow, Layout().arguments)[0]

@@ -42,7 +42,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["text", "tokens", pytest.param("best fit", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("text", marks=pytest.mark.slow), "tokens", pytest.param("best fit", marks=pytest.mark.slow)],
+)
 def dataset(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     if request.param != "tokens":
         packing = [BEST_FIT] if request.param == "best fit" else []

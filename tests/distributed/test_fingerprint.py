@@ -79,7 +79,8 @@ def test_every_layout_has_the_same_batches(worlds: Worlds, dataset: list[str], t
         assert found == expected, name
 
 
-@pytest.mark.parametrize("ends", [(3, 5, 8), pytest.param((11, 17, 30), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [(3, 5, 8), (11, 17, 30)], ids=str)
 def test_two_resumes_on_other_numbers_of_ranks_have_the_same_batches(
     worlds: Worlds, dataset: list[str], tmp_path: Path, ends: tuple[int, int, int]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -64,6 +65,7 @@ def test_tp_chunked_ce_and_tp_vocab(worlds: Worlds) -> None:
             assert max(found) < 1e-6, (tp, sequence_parallel, z_loss, found)
 
 
+@pytest.mark.slow
 def test_compiled_loss_over_a_split_vocabulary(worlds: Worlds) -> None:
     for found in worlds(2).run(deviations, 2, True, 1e-2, "aot_eager"):
         assert max(found) < 1e-6, found

@@ -194,6 +194,8 @@ DEAR = [
     Layout(tp=4, special="tied_deep"),
     Layout(replicate=2, tp=2, extra=NO_SP),
     Layout(dp=2, tp=2, accumulate=2),
+    Layout(dp=2, tp=2, special="tied_deep"),
+    Layout(tp=2, cp=2, extra=RING),
 ]
 
 

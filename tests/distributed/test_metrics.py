@@ -39,7 +39,9 @@ def layout(**degrees: int) -> list[str]:
 LOGGED = ["--metrics.enable_tensorboard", "--metrics.layer_norms", "--metrics.log_freq=2"]
 
 
-@pytest.mark.parametrize(("ranks", "degrees"), [(1, {}), (2, {"pp": 2}), (4, {"tp": 2, "shard": 2})])
+@pytest.mark.parametrize(
+    ("ranks", "degrees"), [(1, {}), (2, {"pp": 2}), pytest.param(4, {"tp": 2, "shard": 2}, marks=pytest.mark.slow)]
+)
 def test_pp_loss_rank_tensorboard_has_every_step_once_also_after_a_resume(
     worlds: Worlds, tmp_path: Path, ranks: int, degrees: dict[str, int]
 ) -> None:
@@ -95,9 +97,9 @@ def of_one_process(worlds: Worlds) -> dict[str, float]:
         (2, {"replicate": 2}),
         (2, {"cp": 2}),
         (4, {"tp": 2, "shard": 2}),
-        (4, {"replicate": 2, "shard": 2}),
-        (4, {"pp": 2, "tp": 2}),
-        (4, {"pp": 2, "replicate": 2}),
+        pytest.param(4, {"replicate": 2, "shard": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"pp": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"pp": 2, "replicate": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_layers_norms_are_those_of_one_process(
@@ -123,7 +125,9 @@ def _train_with_a_slow_rank(arguments: Sequence[str]) -> list[str]:
     return [warning for warning in warnings if "holds the others up" in warning]
 
 
-@pytest.mark.parametrize(("ranks", "degrees"), [(2, {"shard": 2}), (4, {"pp": 2, "tp": 2})])
+@pytest.mark.parametrize(
+    ("ranks", "degrees"), [(2, {"shard": 2}), pytest.param(4, {"pp": 2, "tp": 2}, marks=pytest.mark.slow)]
+)
 def test_a_slow_rank_is_named(worlds: Worlds, tmp_path: Path, ranks: int, degrees: dict[str, int]) -> None:
     arguments = [*TINY, *layout(**degrees), f"--job.dump_folder={tmp_path}", "--training.steps=5"]
     warnings = worlds(ranks).run(_train_with_a_slow_rank, arguments)

@@ -123,7 +123,7 @@ def compare(ranks: int, settings: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("fsdp", "cp2") else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+    "name", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
 def test_replay_equals_the_whole_trace(name: str) -> None:
     compare(*LAYOUTS[name])

@@ -42,13 +42,12 @@ def scheduled(name: str) -> list[str]:
 
 
 CASES = {
-    "ring": (2, [*WIDE, *MODES["op"], *RING, "--training.seq_len=512"]),
-    "ZBVZeroBubble": (2, [*scheduled("ZBVZeroBubble"), *MODES["op"]]),
     "documents": (1, [*WIDE, *MODES["none"], "--model.attn_mask=document", "--training.seq_len=512"]),
 }
 SWEEP = {
+    "ZBVZeroBubble": (2, [*scheduled("ZBVZeroBubble"), *MODES["op"]]),
     **{f"float8, {mode}": (1, [*WIDE, *MODES[mode], *FLOAT8, "--float8.emulate"]) for mode in MODES},
-    **{f"ring, {mode}": (2, [*WIDE, *MODES[mode], *RING, "--training.seq_len=512"]) for mode in ("none", "full")},
+    **{f"ring, {mode}": (2, [*WIDE, *MODES[mode], *RING, "--training.seq_len=512"]) for mode in MODES},
     **{
         f"{name}, {mode}": (2, [*scheduled(name), *MODES[mode]])
         for name in ("InterleavedZeroBubble", "DualPipeV", "Interleaved1F1B", "LoopedBFS", "GPipe")

@@ -183,7 +183,7 @@ def test_the_users_allocator_settings_stay(
 @pytest.mark.parametrize(
     ("variables", "faults"),
     [
-        ({}, range(1_000)),
+        pytest.param({}, range(1_000), marks=pytest.mark.slow),
         pytest.param({"MALLOC_MMAP_MAX_": "65536"}, range(10_000, 10**9), marks=pytest.mark.slow),
     ],
 )

@@ -1,7 +1,9 @@
 """titan/observability/goodput.py and run_record.py, under a clock that the test turns."""
 
 import json
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,7 +141,7 @@ def test_a_start_says_what_ran_where(cpu: Device) -> None:
     start = describe_start(12.5, 3, layout, cpu)
     assert (start["time"], start["step"], start["world_size"], start["layout"]) == (12.5, 3, 4, layout)
     assert set(start["versions"]) == {"titan", "torch", "python", "device"}
-    assert "pytest" in start["command"] and start["host"]
+    assert start["command"] == shlex.join(sys.orig_argv) and start["host"]
     json.dumps(start)
 
 

@@ -43,8 +43,7 @@ def row(step: int, **other: Any) -> dict[str, Any]:
     values: dict[str, Any] = {"step": step, "loss": 2 + 3 / step, "loss_max": 2.1 + 3 / step, "grad_norm": 1.0}
     values |= {"lr": 1e-3, "tokens_seen": 1000 * step, "tokens_per_second": 2000.0}
     values |= {"tokens_per_second_per_device": 1000.0, "tflops_per_device": 1.0, "mfu": None, "step_seconds": 1.0}
-    values |= {"data_seconds": 0.1, "checkpoint_seconds": 0.0, "profiling_seconds": 0.0}
-    values |= {"memory_peak_bytes": 3 * 2**30}
+    values |= {"data_seconds": 0.1, "checkpoint_seconds": 0.0, "profiling_seconds": 0.0, "memory_peak_bytes": 3 * 2**30}
     return values | other
 
 
@@ -61,8 +60,13 @@ def write_run(folder: Path, *, restarted: bool = True, **other: Any) -> Path:
     start = {"start": 0, "time": 995.0, "loop_time": 1000.0, "step": 0, "world_size": 2, "layout": {"pp": 1, "tp": 2}}
     start |= {"command": "python train.py <x>", "versions": {"torch": "2.13"}, "git_commit": "abc", "host": "h"}
     lost = [{"step": step, "time": 1000.0 + step} for step in (50, 60)]
-    timings = {"step_seconds": 1.0, "data_seconds": 0.1, "checkpoint_seconds": 0.0, "validation_seconds": 0.0}
-    timings["profiling_seconds"] = 0.0
+    timings = {
+        "step_seconds": 1.0,
+        "data_seconds": 0.1,
+        "checkpoint_seconds": 0.0,
+        "validation_seconds": 0.0,
+        "profiling_seconds": 0.0,
+    }
     again = start | {"start": 1, "time": 1085.0, "loop_time": 1090.0, "step": 40}
     again["dropped"] = [own | timings for own in lost]
     starts = [start, again] if restarted else [start]

@@ -32,7 +32,7 @@ from titan.observability.metric_writers import ValidationMetrics
 from titan.training.validate import evaluate
 
 TOKENIZER = build_tokenizer("tiny")
-VALIDATION_KEYS = ["step", "validation_loss", "validation_perplexity", "validation_bits_per_byte"]
+VALIDATION_KEYS = ["step", "validation_loss", "validation_perplexity", "validation_bits_per_byte", "time"]
 
 
 @pytest.fixture

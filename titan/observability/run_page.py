@@ -15,7 +15,7 @@ from titan.pages.lines import Line, line_chart
 from titan.pages.page import Markup, legend, page, section, table, tag
 from titan.pages.scale import Range, gib, number, seconds
 
-MOST_RUNS = 8  # more lines can't be told apart
+MOST_RUNS = 8  # as many as there are colours
 _GIB = 2**30
 # Kinds of wall time in the order of the bar, with their colours.
 _KINDS = {
