@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from titan.estimation.compiled import _Fused
 from titan.estimation.events import Allocation, Event
 from titan.estimation.tracer import Tracer
+from titan.estimation.watching import watching
 
 
 def graph_of(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +28,7 @@ def test_memory_of_a_graph() -> None:
     """Pointwise results stay in registers, inputs go after their last use, and a view keeps its tensor."""
     graph, tracer = make_fx(graph_of)(torch.empty(4, 8), torch.empty(8, 8)), Tracer({})
     fused = _Fused(graph, tracer)
-    with FakeTensorMode(), tracer.watching():
+    with FakeTensorMode(), watching(tracer):
         for _ in range(2):
             tracer.trace.events.clear()
             inputs = [torch.empty(4, 8), torch.empty(8, 8)]

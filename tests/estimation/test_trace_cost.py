@@ -12,6 +12,7 @@ import pytest
 from tests.test_train import clean_environment
 from titan.estimation.hardware import GIB
 from titan.estimation.run import DOESNT_FIT_STATUS
+from titan.parallelisms.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(path.name for path in (ROOT / "train_configs").glob("*.toml"))
@@ -47,15 +48,19 @@ def test_405b_in_three_dimensions() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_pipelines(schedule: str) -> None:
+@pytest.mark.parametrize("windows", [32, 256])
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", "Interleaved1F1B", "LoopedBFS", "GPipe", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+)
+def test_pipelines(schedule: str, windows: int) -> None:
+    compiled = [] if SCHEDULES[schedule].splits_backward else ["--compile.enable"]
     seconds, gib = cost(
         "--job.config_file=llama3_405b.toml",
         "--estimation.gpus=512",
-        "--compile.enable",
+        *compiled,
         "--parallelism.tensor_parallel_degree=8",
         "--parallelism.pipeline_parallel_degree=8",
         f"--parallelism.pipeline_parallel_schedule={schedule}",
-        "--training.local_batch_size=32",
+        f"--training.local_batch_size={windows}",
     )
     assert seconds <= SECONDS_OF_PIPELINES and gib <= 0.6

@@ -9,27 +9,20 @@ from typing import Any
 import pytest
 
 from tests.estimation.published import ROWS, arguments_of_row, job_of_row
-from titan.config.errors import UserError
 from titan.estimation.hardware import GIB
 from titan.estimation.trace import trace_layout
 
 CHEAP = ("tt2412_T1_0", "cm_1625")
 
 
+def error_of(row: dict[str, Any]) -> float:
+    """Of the memory of the rank that needs most, relative."""
+    return reserved_gib(arguments_of_row(row), row["gpus"]) / row["mem_gib"] - 1
+
+
 @cache
 def reserved_gib(arguments: tuple[str, ...], gpus: int) -> float:
-    """Of the rank that needs most."""
-    try:
-        ranks = trace_layout(job_of_row(arguments), gpus)
-    except UserError as error:
-        assert "float8" in str(error)  # which is traced as bfloat16 while it can't be as it is
-        bfloat16 = tuple(argument for argument in arguments if not argument.startswith("--float8."))
-        return reserved_gib(bfloat16, gpus)
-    return max(rank.peak_reserved_bytes for rank in ranks) / GIB
-
-
-def error_of(row: dict[str, Any]) -> float:
-    return reserved_gib(arguments_of_row(row), row["gpus"]) / row["mem_gib"] - 1
+    return max(rank.peak_reserved_bytes for rank in trace_layout(job_of_row(arguments), gpus)) / GIB
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row["id"] in CHEAP], ids=CHEAP)

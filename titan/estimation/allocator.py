@@ -17,6 +17,11 @@ _SMALL_PAGE, _LARGE_PAGE = 2 * MIB, 20 * MIB  # what growing segments grow by; a
 _LARGE_SEGMENT = 10 * MIB  # classic: from here on a segment is made for its first block
 
 
+def block_size(size: int) -> int:
+    """Bytes of the block that so many are given, at least 1."""
+    return max(_UNIT, -(-size // _UNIT) * _UNIT)
+
+
 @dataclass(eq=False)
 class _Block:
     """A piece of a segment. The last piece of a growing one has neighbours only to the left."""
@@ -72,7 +77,7 @@ class CachingAllocator:
 
     def allocate(self, size: int, stream: int = 0) -> _Block:
         """A block of at least `size` bytes; `free` takes it back."""
-        size = max(_UNIT, -(-size // _UNIT) * _UNIT)
+        size = block_size(size)
         small = size <= _SMALL
         pool = self._pools.setdefault((stream, small), _Pool(small))
         block = pool.best(size)

@@ -12,32 +12,19 @@ What is left between blocks of that pool is about 1 %, until gradients take the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from titan.config.job_config import JobConfig
-from titan.estimation.communication import traffic_of_rank
+from titan.estimation.communication import shares_a_border, traffic_of_rank
 from titan.estimation.estimate import CATEGORIES, Moment, RankEstimate
 from titan.estimation.flops import hardware_flops
 from titan.estimation.from_config import layout_of
+from titan.estimation.groups import Group, groups_of, stage_numbers
 from titan.estimation.layout import Layout, Stage
 from titan.estimation.schedule import microbatches_in_flight
 
 _FRAGMENTED = 1.01  # reserved over alive, of the pool that computes, with segments that can grow
-
-
-@dataclass(frozen=True)
-class Group:
-    """Weights that are gathered together.
-
-    Attributes:
-        parameters: on a rank of tp, before sharding.
-        gathered: bytes once gathered.
-    """
-
-    parameters: int
-    gathered: int
 
 
 def analytic_layout(config: JobConfig, world_size: int) -> list[RankEstimate]:
@@ -69,30 +56,6 @@ def estimate(layout: Layout) -> list[RankEstimate]:
             )
         )
     return estimates
-
-
-def stage_numbers(layout: Layout) -> list[list[int]]:
-    """Which stages each pipeline rank has."""
-    from titan.parallelisms.schedules import SCHEDULES, stages_of_rank
-
-    total = sum(len(stages) for stages in layout.stages)
-    v_shaped = SCHEDULES[layout.schedule].v_shaped
-    return [stages_of_rank(rank, layout.pp, total, v_shaped) for rank in range(layout.pp)]
-
-
-def groups_of(layout: Layout, stage: Stage) -> list[Group]:
-    """FSDP's groups of a stage in the order of the forward pass; the root, if it has weights, comes first."""
-    model, element = layout.model, layout.element
-    matrices, gains = sum(model.products.values()) // layout.tp, 2 * model.gains
-    gathered = (1 if layout.float8_gather else element) * matrices + element * gains
-    blocks = [Group(matrices + gains, gathered)] * stage.layers
-    end = layout.vocabulary * model.dim
-    first, last = end if stage.embedding else 0, end + model.gains if stage.head else 0
-    if not layout.groups_ends:  # both are the root's, which comes first
-        tied = model.tied and stage.embedding and stage.head
-        first, last = first + last - (end if tied else 0), 0
-    first_groups, last_groups = ([Group(size, element * size)] if size else [] for size in (first, last))
-    return [*first_groups, *blocks, *last_groups]
 
 
 def peak(layout: Layout, rank: int) -> tuple[str, Mapping[str, int]]:
@@ -191,7 +154,10 @@ def _moments(layout: Layout, rank: int) -> Iterator[_Moment]:
     # outputs until their gradients come. Its first block's input is such a buffer.
     received, sent = sum(not stage.embedding for stage in stages), sum(not stage.head for stage in stages)
     kept = in_flight * (kept_by_rank + (sent - received) * stream)
-    buffers = layout.microbatches * (received + sent) * stream
+    buffers = float(layout.microbatches * (received + sent) * stream)
+    if layout.holds_what_is_sent:  # when the last forward pass is done: all outputs, and gradients of inputs so far
+        borders = received + sent - (2 if shares_a_border(layout, rank) else 0)
+        buffers += max(0.0, layout.microbatches - in_flight) * borders * stream
 
     def moment(where: str, sharded_now: float, incoming: float = 0.0, **alive: float) -> _Moment:
         states = {"parameters": layout.weight * shard, "optimizer": layout.moments * layout.moment * shard}

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from titan.estimation.estimate import Traffic
 from titan.estimation.layout import Layout, Stage
+from titan.parallelisms.schedules import SCHEDULES
 
 Shape = tuple[int, ...]
 
@@ -148,14 +149,13 @@ def _pipeline(layout: Layout, rank: int) -> Iterator[Traffic]:
         return
     stages = layout.stages[rank]
     sends = sum((not stage.head) + (not stage.embedding) for stage in stages)
-    if _shares_a_border(layout, rank):
+    if shares_a_border(layout, rank):
         sends -= 2  # the two stages at the bottom of a V are one rank's
     calls = sends * layout.microbatches * layout.accumulation
     stream = layout.element * layout.split_tokens * layout.model.dim
     yield Traffic("send", "pp", calls, calls * stream)
 
 
-def _shares_a_border(layout: Layout, rank: int) -> bool:
-    from titan.parallelisms.schedules import SCHEDULES
-
+def shares_a_border(layout: Layout, rank: int) -> bool:
+    """Two stages of this rank follow each other, so that nothing is sent from one to the other."""
     return SCHEDULES[layout.schedule].v_shaped and rank == layout.pp - 1

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import schedules
 from titan.config.derived import model_stages, pipeline_microbatches
 from titan.config.job_config import JobConfig
 from titan.estimation.events import Trace
+from titan.estimation.excerpt import Excerpt, WatchedActions, choose, one_by_one, play
 from titan.estimation.tracer import Tracer
 from titan.models.batch import Batch
 from titan.parallelisms import pipeline
@@ -22,8 +23,8 @@ from titan.parallelisms.pipeline import Pipeline
 _STEADY = 3  # microbatches beyond those that fill the pipeline: of these, one is like all that are left out
 
 
-def traced_microbatches(job: JobConfig, rank: int) -> int:
-    """How many microbatches a rank of the pipeline must run to have done all that it ever does.
+def planned_microbatches(job: JobConfig, rank: int) -> int:
+    """For how many microbatches a schedule must be made so that a rank of it does all that it ever does.
 
     The first ones fill the pipeline; from then on each backward pass makes room for a forward pass. Schedules that go
     through all forward passes first need all microbatches.
@@ -35,48 +36,112 @@ def traced_microbatches(job: JobConfig, rank: int) -> int:
     match settings.pipeline_parallel_schedule:
         case "1F1B":  # which takes as many as there are ranks, or more
             return min(microbatches, max(ranks, ranks - rank + _STEADY))
-        case "Interleaved1F1B" if microbatches % ranks == 0:  # in rounds of as many as there are ranks
+        case "Interleaved1F1B" | "InterleavedZeroBubble" if microbatches % ranks == 0:  # in rounds of that many
             return min(microbatches, _STEADY * ranks)
+        case "ZBVZeroBubble" | "DualPipeV":  # which are filled by two for each rank
+            return min(microbatches, (2 + _STEADY) * ranks)
         case _:
             return microbatches
 
 
-@contextmanager
-def shortened(job: JobConfig, layers: int, microbatches: int, tracer: Tracer) -> Iterator[None]:
-    """Build pipelines whose stages have no more than some of their layers, and which run some of the microbatches.
+class Shortened:
+    """What of a pipeline is run.
 
-    A stage has the memory that it receives into for all of them. What the second one computes and sends is counted for
-    all that are left out, but for what goes from stage to stage (`count_all_sent`).
+    Attributes:
+        total: microbatches of the real pipeline.
+        planned: those that the schedule is made for. What is left out is like any in the middle.
+        excerpt: of the rank's plan; None where all of it is run.
+        actions: that are run; None where a schedule has no list of them.
+    """
+
+    def __init__(self, total: int, planned: int) -> None:
+        self.total, self.planned = total, planned
+        self.excerpt: Excerpt | None = None
+        self.actions: WatchedActions | None = None
+
+    @property
+    def run(self) -> int:
+        """How many microbatches are run."""
+        return self.planned if self.excerpt is None else len(self.excerpt.kept)
+
+    def times(self, number: int) -> int:
+        """How many microbatches of the real pipeline the one that is run as this number stands for."""
+        if self.excerpt is None:
+            return 1 + (self.total - self.planned) * (number == 1)
+        steady = max(range(self.run), key=self.excerpt.times)
+        return self.excerpt.times(number) + (self.total - self.planned) * (number == steady)
+
+    def finish(self, trace: Trace) -> None:
+        """Let the trace of what was run say what the whole pipeline does, as far as it is planned.
+
+        Raises:
+            ValueError: microbatches aren't alike.
+        """
+        if self.excerpt is not None:
+            play(trace, self.excerpt)
+        for messages in trace.messages.values():
+            for message in messages:  # which stages send each other as often for each microbatch
+                if message.dim == "pp" and message.collective in ("send", "recv"):
+                    messages[message] = messages[message] * self.total // self.run
+
+
+@contextmanager
+def shortened(job: JobConfig, layers: int, rank: int, tracer: Tracer, *, whole: bool) -> Iterator[Shortened]:
+    """Build pipelines whose stages have no more than so many layers, and which run some of the microbatches.
+
+    A stage has the memory that it receives into for all of them.
+
+    Args:
+        rank: of the pipeline.
+        whole: run all microbatches that the schedule is made for.
     """
     module: Any = pipeline
-    cut, build, number = module.cut, module._Stage, module.pipeline_microbatches
-    stages, total = model_stages(job), pipeline_microbatches(job)
+    cut, build, number, schedule_of = module.cut, module._Stage, module.pipeline_microbatches, module._build_schedule
+    short = Shortened(pipeline_microbatches(job), planned_microbatches(job, rank))
+    stages = model_stages(job)
     names = set() if stages is None else set(stages.layers)
 
     def shorter(model: nn.Module, kept: Sequence[str]) -> nn.Module:
-        whole = [name for name in kept if name in names]
-        return cast(nn.Module, cut(model, [name for name in kept if name not in whole[layers:]]))
+        held = [name for name in kept if name in names]
+        return cast(nn.Module, cut(model, [name for name in kept if name not in held[layers:]]))
+
+    def excerpted(*args: Any) -> Any:
+        schedule = schedule_of(*args)
+        if isinstance(schedule, schedules._PipelineScheduleRuntime):
+            plan = one_by_one(schedule.pipeline_order_with_comms[schedule.rank])
+            if not whole:
+                short.excerpt = choose(plan)
+                plan, schedule._n_microbatches = short.excerpt.actions, short.run
+            short.actions = WatchedActions(plan, tracer)
+            schedule.pipeline_order_with_comms[schedule.rank] = short.actions
+        return schedule
 
     class Stage(build):  # type: ignore[valid-type,misc]
         def _prepare_forward_infra(self, _: int, *args: Any, **kwargs: Any) -> Any:
-            return super()._prepare_forward_infra(total, *args, **kwargs)
+            return super()._prepare_forward_infra(short.total, *args, **kwargs)
 
         def _prepare_backward_infra(self, _: int, *args: Any, **kwargs: Any) -> Any:
-            return super()._prepare_backward_infra(total, *args, **kwargs)
+            return super()._prepare_backward_infra(short.total, *args, **kwargs)
 
         def forward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
-            with tracer.counted(1 + (total - microbatches) * (chunk == 1)):
+            with tracer.counted(short.times(chunk)):
                 return super().forward_one_chunk(chunk, *args, **kwargs)
 
         def backward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
-            with tracer.counted(1 + (total - microbatches) * (chunk == 1)):
+            with tracer.counted(short.times(chunk)):
                 return super().backward_one_chunk(chunk, *args, **kwargs)
 
-    module.cut, module._Stage, module.pipeline_microbatches = shorter, Stage, lambda _: microbatches
+        def backward_weight_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
+            with tracer.counted(short.times(chunk)):
+                return super().backward_weight_one_chunk(chunk, *args, **kwargs)
+
+    module.cut, module._Stage, module._build_schedule = shorter, Stage, excerpted
+    module.pipeline_microbatches = lambda _: short.planned
     try:
-        yield
+        yield short
     finally:
-        module.cut, module._Stage, module.pipeline_microbatches = cut, build, number
+        module.cut, module._Stage, module._build_schedule = cut, build, schedule_of
+        module.pipeline_microbatches = number
 
 
 def run_each_stage(stages: Pipeline, batch: Batch) -> None:
@@ -102,23 +167,23 @@ class _Sending(dist.Work):
 
 
 @contextmanager
-def holding_what_is_sent(job: JobConfig, microbatches: int) -> Iterator[None]:
+def holding_what_is_sent(job: JobConfig, short: Shortened) -> Iterator[None]:
     """Let transfers between stages hold their tensors, as those of real process groups do.
 
-    Args:
-        microbatches: that are run. What is sent of those that are left out is held as well.
+    What is sent of microbatches that aren't planned is held beside that of the first one: at the step's peak, when most
+    has been sent, all of it is there.
     """
-    exchange, total = schedules._batch_p2p, pipeline_microbatches(job)
+    exchange = schedules._batch_p2p
     if job.estimation.compat is not None:  # torch's schedules of then waited after each action
         yield
         return
     waits_soon = job.parallelism.pipeline_parallel_schedule in ("GPipe", "1F1B")
 
     def hold(tensor: torch.Tensor) -> _Sending:
-        if waits_soon or microbatches == total:
+        first = short.actions is not None and short.actions.current == 0
+        if waits_soon or not first or short.planned == short.total:
             return _Sending(tensor)
-        left_out = tensor.numel() * (total - microbatches) // microbatches
-        return _Sending(tensor, torch.empty(left_out, dtype=tensor.dtype, device=tensor.device))
+        return _Sending(tensor, tensor.new_empty(short.total - short.planned, *tensor.shape))
 
     def exchanged(operations: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
         works = exchange(operations, desc)
@@ -129,11 +194,3 @@ def holding_what_is_sent(job: JobConfig, microbatches: int) -> Iterator[None]:
         yield
     finally:
         schedules._batch_p2p = exchange
-
-
-def count_all_sent(trace: Trace, microbatches: int, total: int) -> None:
-    """Stages send each other as much for each of all microbatches as for each of those that were run."""
-    for messages in trace.messages.values():
-        for message in messages:
-            if message.dim == "pp" and message.collective in ("send", "recv"):
-                messages[message] = messages[message] * total // microbatches

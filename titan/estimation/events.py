@@ -33,8 +33,7 @@ class Allocation(NamedTuple):
         place: where it happens.
         unit: of layers that it is counted with; beside the place's, that of the parameter that it is made for.
         operator: whose result it is.
-        growth: (a stage, bytes that each further unit of its layers adds), of things like a list of all gradients'
-            norms.
+        growth: bytes that each further unit of layers adds, of things like a list of all gradients' norms.
         category: of `estimate.CATEGORIES`.
     """
 
@@ -44,7 +43,7 @@ class Allocation(NamedTuple):
     place: Place
     unit: int | None
     operator: str
-    growth: tuple[tuple[int, int], ...] = ()
+    growth: int = 0
     category: str = "temporaries"
 
 
@@ -98,9 +97,12 @@ class Trace:
         flops: of products, by unit of layers.
         messages: how many of each kind, by unit of layers.
         categories: what objects are for, where their lifetime doesn't say it (peak.py).
+        action_starts: for each pass through a pipeline's plan, how many events come before each of its actions, and
+            before what follows them.
     """
 
     events: list[Event] = field(default_factory=list)
     flops: Counter[int | None] = field(default_factory=Counter)
     messages: dict[int | None, Counter[Message]] = field(default_factory=dict)
     categories: dict[int, str] = field(default_factory=dict)
+    action_starts: list[list[int]] = field(default_factory=list)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+from titan.estimation.allocator import block_size
 from titan.estimation.estimate import CATEGORIES, Moment
 from titan.estimation.events import Allocation, Event, Place
 
@@ -37,7 +38,7 @@ class History:
     def add(self, event: Event, reserved: int) -> None:
         """An event has happened, and the allocator has taken so much from the device."""
         if isinstance(event, Allocation):
-            size = -(-event.bytes // 512) * 512  # the allocator's blocks
+            size = block_size(event.bytes)
             self._objects[event.object] = event.category, size
         else:
             category, size = self._objects.pop(event.object)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan.estimation.closed_form import groups_of, stage_numbers
+from titan.estimation.groups import groups_of, stage_numbers
 from titan.estimation.layout import Layout
 
 

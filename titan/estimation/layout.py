@@ -195,6 +195,12 @@ class Layout:
         whole_step = self.accumulation == 1 and self.reduce == self.weight
         return not self.wrapped or (whole_step and not (self.cpu_offload or self.early_step or self.reference))
 
+    @property
+    def holds_what_is_sent(self) -> bool:
+        """A pipeline's transfers hold what they have sent until the step ends, which is when torch waits for them."""
+        waits_soon = self.csv is None and self.schedule in ("GPipe", "1F1B")
+        return self.pp > 1 and not waits_soon and self.reference is None
+
     @cached_property
     def block(self) -> BlockShape:
         model = self.model

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from titan.estimation.allocator import CachingAllocator
+from titan.estimation.allocator import CachingAllocator, block_size
 from titan.estimation.events import HOST, Allocation, Event, Free, Place
 from titan.estimation.history import History
 
@@ -88,6 +88,6 @@ def find_peak(events: Iterable[Event], *, expandable: bool = True, history: Hist
             del alive[event.object]
     breakdown: Counter[str] = Counter()
     for allocation in alive.values():
-        breakdown[allocation.category] += -(-allocation.bytes // 512) * 512
+        breakdown[allocation.category] += block_size(allocation.bytes)
     assert last is not None
     return Peak(highest, allocator.reserved, breakdown, last.place, last.operator, most_on_host)

@@ -10,6 +10,7 @@ from titan.estimation.picture_mesh import mesh_section
 from titan.estimation.picture_search import search_section
 from titan.estimation.pipeline_timeline import KINDS
 from titan.estimation.report import Report
+from titan.estimation.report_text import lines, mesh, method
 from titan.estimation.schedule import timeline_of
 from titan.estimation.search import Candidate
 from titan.estimation.time import BAND, rounded
@@ -40,10 +41,8 @@ def search_page(fitting: Sequence[Candidate], ranked: Sequence[Candidate], why: 
 
 
 def _lead(report: Report) -> str:
-    model, lines = report.config.model, list(report.lines())
-    method = lines[0].rpartition(", by ")[2]
-    mesh = next(line for line in lines if line.startswith("mesh: "))
-    return f"{model.name} {model.flavor}, {report.parameters:,} parameters · {mesh} · by {method}"
+    model = report.config.model
+    return f"{model.name} {model.flavor}, {report.parameters:,} parameters · mesh: {mesh(report)} · by {method(report)}"
 
 
 def _sections(report: Report) -> Iterator[Markup]:
@@ -56,7 +55,7 @@ def _sections(report: Report) -> Iterator[Markup]:
         yield _schedule(report.layout)
     yield _communication(report)
     yield section(
-        "text", "The same as text", folded("as estimation.py prints it", tag("pre", "\n".join(report.lines())))
+        "text", "The same as text", folded("as estimation.py prints it", tag("pre", "\n".join(lines(report))))
     )
 
 

@@ -19,7 +19,7 @@ from itertools import groupby
 
 from titan.estimation.events import Allocation, Event, Free, Message, Trace
 
-TRACED, REPEATED = 5, 2  # how many units of a stage are traced, and the number in it of the one that is repeated
+TRACED, REPEATED = 5, 2  # how many units are traced, and the number of the one that is repeated
 
 _Key = tuple[int, object, int]  # a unit, which visit of it, and the number of an allocation in it
 
@@ -33,23 +33,18 @@ class _Run:
     events: Sequence[Event]
 
 
-def is_repeated(unit: int | None) -> bool:
-    """Whether a unit stands for more than itself."""
-    return unit is not None and unit % TRACED == REPEATED
-
-
-def replay(trace: Trace, units: Sequence[int]) -> Trace:
-    """The trace of stages of so many units, of one of TRACED units each.
+def replay(trace: Trace, units: int) -> Trace:
+    """The trace of so many units of layers, of one of TRACED units.
 
     Raises:
         ValueError: the layers aren't alike, so that it can't be said what more of them would do.
     """
-    more = [number - TRACED for number in units]
-    if max(more) <= 0:
+    more = units - TRACED
+    if more <= 0:
         return trace
 
     def times(unit: int | None) -> int:
-        return 1 + more[unit // TRACED] if unit is not None and is_repeated(unit) else 1
+        return 1 + more if unit == REPEATED else 1
 
     return Trace(
         events=_Player(list(_runs(trace.events)), more).play(),
@@ -74,9 +69,8 @@ def _runs(events: Sequence[Event]) -> Iterator[_Run]:
 
 
 class _Player:
-    def __init__(self, runs: Sequence[_Run], more: Sequence[int]) -> None:
+    def __init__(self, runs: Sequence[_Run], more: int) -> None:
         self._runs, self._more = runs, more
-        self._first = [TRACED * stage + sum(more[:stage]) for stage in range(len(more))]  # unit of the whole model
         self._keys: dict[int, _Key] = {}  # where the trace's objects come from
         self._sizes: dict[_Key, int] = {}
         for run in runs:
@@ -92,21 +86,17 @@ class _Player:
     def play(self) -> list[Event]:
         descending = False
         for run in self._runs:
-            if run.unit is None or run.unit % TRACED < REPEATED:
+            if run.unit is None or run.unit < REPEATED:
                 self._play(run, 0)
                 descending = descending and run.unit is None
-            elif not is_repeated(run.unit):
-                self._play(run, self._more[run.unit // TRACED])
+            elif run.unit > REPEATED:
+                self._play(run, self._more)
                 descending = True
             else:  # the backward pass comes from the last layers
-                shifts = range(self._more[run.unit // TRACED] + 1)
+                shifts = range(self._more + 1)
                 for shift in reversed(shifts) if descending else shifts:
                     self._play(run, shift)
         return self._events
-
-    def _whole(self, unit: int, shift: int) -> int:
-        """The number in the whole model of the unit that lies `shift` further than this one of the trace."""
-        return self._first[unit // TRACED] + unit % TRACED + shift
 
     def _play(self, run: _Run, shift: int) -> None:
         """Once, for the unit that lies `shift` units further in the whole model than in the trace."""
@@ -115,7 +105,7 @@ class _Player:
             if isinstance(event, Allocation):
                 key: object = event.object
                 if run.unit is not None:
-                    key = self._whole(run.unit, shift), run.visit, made
+                    key = run.unit + shift, run.visit, made
                     made += 1
                 self._made += 1
                 self._objects[key] = self._made
@@ -127,31 +117,29 @@ class _Player:
                 self._add(event, self._objects.pop(origin), shift)
 
     def _add(self, event: Event, number: int, shift: int) -> None:
-        unit = None if event.unit is None else self._whole(event.unit, shift)
+        unit = None if event.unit is None else event.unit + shift
         place = event.place
         if place.unit is not None:
-            place = place._replace(unit=self._whole(place.unit, shift))
+            place = place._replace(unit=place.unit + shift)
         if isinstance(event, Free):
             self._events.append(Free(number, place, unit))
         else:
-            size = event.bytes + sum(growth * self._more[stage] for stage, growth in event.growth)
-            self._events.append(event._replace(object=number, bytes=size, place=place, unit=unit, growth=()))
+            size = event.bytes + event.growth * self._more
+            self._events.append(event._replace(object=number, bytes=size, place=place, unit=unit, growth=0))
 
     def _origin(self, number: int, unit: int | None, shift: int) -> object:
         """Where that comes from what a free of this object means, `shift` units further."""
         key = self._keys.get(number)
         if key is None:
-            if is_repeated(unit):
+            if unit == REPEATED:
                 raise ValueError("layers aren't alike: one frees what was made outside of layers")
             return number
         maker, visit, made = key
-        if unit is not None and unit // TRACED != maker // TRACED:
-            raise ValueError("layers aren't alike: one frees what another stage has made")
-        stand_in = self._stand_in(maker // TRACED, maker % TRACED + shift), visit, made
+        stand_in = self._stand_in(maker + shift), visit, made
         if self._sizes.get(stand_in) != self._sizes[key]:
             raise ValueError(f"layers aren't alike: {stand_in} isn't of {self._sizes[key]} bytes")
-        return self._whole(maker, shift), visit, made
+        return maker + shift, visit, made
 
-    def _stand_in(self, stage: int, unit: int) -> int:
-        """Which traced unit a unit of the whole stage is like."""
-        return TRACED * stage + (unit if unit <= REPEATED else max(REPEATED, unit - self._more[stage]))
+    def _stand_in(self, unit: int) -> int:
+        """Which traced unit a unit of the whole model is like."""
+        return unit if unit <= REPEATED else max(REPEATED, unit - self._more)

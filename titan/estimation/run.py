@@ -16,6 +16,7 @@ from titan.estimation.from_config import layout_of, unknown_blocks
 from titan.estimation.hardware import find_hardware
 from titan.estimation.methods import METHODS
 from titan.estimation.report import Report
+from titan.estimation.report_text import lines
 from titan.estimation.time import step_time
 from titan.models.spec import model_families
 
@@ -71,7 +72,7 @@ def estimate(loaded: LoadedConfig, world_size: int) -> int:
         UserError: as `make_report`; or a file can't be written.
     """
     report = make_report(loaded, world_size)
-    for line in [*(f"warning: {warning}" for warning in loaded.warnings), *report.lines()]:
+    for line in [*(f"warning: {warning}" for warning in loaded.warnings), *lines(report)]:
         print(line)
     if (target := loaded.config.estimation.json) is not None:
         text = json.dumps(report.as_json(), indent=2) + "\n"

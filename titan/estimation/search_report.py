@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +21,7 @@ from titan.estimation.hardware import GIB, Hardware, find_hardware
 from titan.estimation.methods import METHODS
 from titan.estimation.run import make_report
 from titan.estimation.search import TIE, Candidate, best_first, fitting_layouts, frontier, layers_per_stage
-from titan.estimation.time import BAND
+from titan.estimation.time import BAND, rounded
 
 NOTHING_FITS_STATUS = 3
 
@@ -87,7 +85,7 @@ def search(loaded: LoadedConfig, world_size: int) -> int:
         f"{model}, {layout.windows_per_step:,} windows of {layout.seq_len:,} tokens a step; best first, ± {BAND:.0%}:"
     )
     for number, found in enumerate(ranked, start=1):
-        speed, memory = _two_digits(found.tokens_per_second), found.reserved / GIB
+        speed, memory = rounded(found.tokens_per_second), found.reserved / GIB
         print(f"{number:3}. {speed:>8} tokens/s per GPU  {memory:6.1f} GiB  {found}")
     for line in [*notes, *explain(ranked), *_on_frontier(fitting)]:
         print(line)
@@ -124,7 +122,7 @@ def verify(config: JobConfig, ranked: list[Candidate], hardware: Hardware) -> tu
             continue
         traced = max(rank.peak_reserved_bytes for rank in ranks)
         if traced <= hardware.fit_bytes:
-            kept.append(dataclasses.replace(found, reserved=traced))
+            kept.append(replace(found, reserved=traced))
             continue
         notes.append(
             f"dropped: {found}: number {number} by the closed form, but its trace reserves {traced / GIB:.1f} GiB "
@@ -161,7 +159,7 @@ def explain(ranked: list[Candidate]) -> Iterator[str]:
 def _on_frontier(fitting: list[Candidate]) -> Iterator[str]:
     yield f"of {len(fitting):,} that fit, the fastest for their memory:"
     for found in frontier(fitting):
-        speed = _two_digits(found.tokens_per_second)
+        speed = rounded(found.tokens_per_second)
         yield f"     {speed:>8} tokens/s per GPU  {found.reserved / GIB:6.1f} GiB  {found}"
 
 
@@ -177,10 +175,6 @@ def _why(candidate: Candidate) -> str:
     }
     parts.append(again[own.checkpointing.mode])
     return ", ".join(parts)
-
-
-def _two_digits(value: float) -> str:
-    return f"{round(value, 1 - math.floor(math.log10(value))):,.0f}"
 
 
 def as_toml(loaded: LoadedConfig, candidate: Candidate, target: Path) -> str:

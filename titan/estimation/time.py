@@ -19,7 +19,7 @@ from titan.estimation.communication import group_shapes, stream_exchanges
 from titan.estimation.estimate import Traffic
 from titan.estimation.flops import block_passes, head_flops
 from titan.estimation.hardware import Hardware
-from titan.estimation.layout import BYTES, Layout
+from titan.estimation.layout import BYTES, Layout, Stage
 from titan.estimation.schedule import bubble
 
 BAND = 0.25  # of nine held-out rows in ten the error is smaller
@@ -232,8 +232,6 @@ class _Block:
 
 
 def _one_block(layout: Layout) -> list[tuple[int, ...]]:
-    from titan.estimation.layout import Stage
-
     return group_shapes(layout, Stage(1, False, False))[0]
 
 

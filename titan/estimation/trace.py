@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan.config.derived import model_sizes, model_stages, pipeline_microbatches
+from titan.config.derived import model_sizes, model_stages
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
+from titan.estimation.dry_pipeline import planned_microbatches
 from titan.estimation.dry_step import trace_step
 from titan.estimation.estimate import CATEGORIES, RankEstimate, Traffic
 from titan.estimation.events import Place, Trace
@@ -58,14 +59,14 @@ class _Kind:
         name: of the rank that is traced.
         rank: the one of them that keeps most microbatches.
         ranks: how many are like it.
-        layers: that each of its stages holds.
+        layers: that it holds.
         repeats: whether its layers come one after another, forward and backward, so that a few stand for all.
     """
 
     name: str
     rank: int
     ranks: int
-    layers: Sequence[int]
+    layers: int
     repeats: bool
 
 
@@ -74,7 +75,7 @@ def _kinds(job: JobConfig, world_size: int) -> Iterator[_Kind]:
     repeats = model_stages(job) is not None and job.optimizer.name != "Muon"
     dims = ParallelDims.from_config(job.parallelism, world_size)
     if dims.pp == 1:
-        yield _Kind("every rank", 0, world_size, [model_sizes(job).n_layers], repeats)
+        yield _Kind("every rank", 0, world_size, model_sizes(job).n_layers, repeats)
         return
     modules, settings = model_stages(job), job.parallelism
     assert modules is not None  # config/checks_pipeline.py
@@ -84,7 +85,7 @@ def _kinds(job: JobConfig, world_size: int) -> Iterator[_Kind]:
     in_flight = timeline(
         settings.pipeline_parallel_schedule,
         dims.pp,
-        pipeline_microbatches(job),
+        planned_microbatches(job, 0),
         len(stages) // dims.pp,
         csv=None if csv is None else Path(csv),
     ).peak_in_flight
@@ -98,9 +99,8 @@ def _kinds(job: JobConfig, world_size: int) -> Iterator[_Kind]:
             name=f"pp {worst} (stages {', '.join(map(str, numbers[worst]))})",
             rank=worst * each,
             ranks=each * len(ranks),
-            layers=[sum(name in modules.layers for name in stages[number]) for number in numbers[worst]],
-            # Where gradients of weights are a pass of their own, that one doesn't go layer by layer.
-            repeats=repeats and csv is None and not schedule.splits_backward,
+            layers=sum(name in modules.layers for number in numbers[worst] for name in stages[number]),
+            repeats=repeats and len(stages) == dims.pp,
         )
 
 
@@ -111,26 +111,23 @@ def _shape(names: Sequence[str], layers: Sequence[str]) -> list[str]:
 
 def _estimate(job: JobConfig, world_size: int, kind: _Kind, *, replayed: bool, expandable: bool) -> RankEstimate:
     period = _period(job)
-    units = [layers // period for layers in kind.layers]
-    # Of several stages only whole layers are counted, or patterns would begin anew with each.
-    several = len(units) > 1
-    if not replayed or not kind.repeats or min(units) < TRACED or max(units) == TRACED or (several and period > 1):
-        units, layers = [TRACED] * len(units), sum(kind.layers)
+    units = kind.layers // period
+    if replayed and kind.repeats and units > TRACED:
+        layers = TRACED * period + kind.layers % period
     else:
-        layers = TRACED * period + (0 if several else kind.layers[0] % period)
-    run = trace_step(job, world_size, layers, period, rank=kind.rank)
-    trace = run.trace
-    trace.events = classify(trace.events, trace.categories)
+        units, layers = TRACED, kind.layers
     try:
-        trace = replay(trace, units)
-    except ValueError:  # layers aren't alike: each is traced
+        run = trace_step(job, world_size, layers, period, rank=kind.rank, whole=not replayed)
+        run.trace.events = classify(run.trace.events, run.trace.categories)
+        trace = replay(run.trace, units)
+    except ValueError:  # layers or microbatches aren't alike: each is traced
         return _estimate(job, world_size, kind, replayed=False, expandable=expandable)
     history = History(len(trace.events))
     peak = find_peak(trace.events, expandable=expandable, history=history)
     return RankEstimate(
         name=kind.name,
         ranks=kind.ranks,
-        parameters=run.parameters + sum((n - TRACED) * each for n, each in zip(units, run.per_unit, strict=True)),
+        parameters=run.parameters + (units - TRACED) * run.per_unit,
         breakdown={category: peak.breakdown.get(category, 0) for category in CATEGORIES},
         peak_active_bytes=peak.active_bytes,
         peak_reserved_bytes=peak.reserved_bytes,

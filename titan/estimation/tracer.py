@@ -5,48 +5,20 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, cast
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.pipelining import stage
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from titan.estimation.collectives import message_of
 from titan.estimation.events import HOST, Allocation, Free, Message, Place, Trace
-from titan.estimation.replay import TRACED, is_repeated
-from titan.parallelisms import activation_offload
+from titan.estimation.replay import REPEATED
 from titan.parallelisms.float8 import unwrapped
-from titan.training.gradients import local_part
-
-# How torch names one thing in its two ways to call it, and where the tensor is that a rank hands in.
-_COLLECTIVES = {
-    "allreduce_": ("all_reduce", 0),
-    "all_reduce": ("all_reduce", 0),
-    "all_reduce_": ("all_reduce", 0),
-    "allreduce_coalesced_": ("all_reduce", 0),
-    "_allgather_base_": ("all_gather", 1),
-    "all_gather_into_tensor": ("all_gather", 0),
-    "all_gather_into_tensor_out": ("all_gather", 0),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "reduce_scatter_tensor": ("reduce_scatter", 0),
-    "all_to_all_single": ("all_to_all", 0),
-    "alltoall_base_": ("all_to_all", 1),
-    "broadcast_": ("broadcast", 0),
-    "send": ("send", 0),
-    "recv_": ("recv", 0),
-}
-
-_Growth = tuple[tuple[int, int], ...]  # as in `events.Allocation`
-_NONE: _Growth = ()
 
 
 class Tracer(TorchDispatchMode):
@@ -60,12 +32,11 @@ class Tracer(TorchDispatchMode):
         times: how often what is counted now happens in the real step (`counted`).
     """
 
-    def __init__(self, dims: Mapping[str, str], *, documents: int = 1, weights_on_host: bool = False) -> None:
+    def __init__(self, dims: Mapping[str, str], *, documents: int = 1) -> None:
         """
         Args:
             dims: the mesh dimension of each process group, by the group's name.
             documents: that a microbatch has.
-            weights_on_host: what `Tensor.to` gets a device for goes to the host, or comes back from there.
         """
         super().__init__()
         self.trace = Trace()
@@ -80,9 +51,9 @@ class Tracer(TorchDispatchMode):
         self._paused = False
         self._visits: Counter[int | None] = Counter()
         self._purpose: str | None = None  # of all that is made now
-        self._documents, self._weights_on_host = documents, weights_on_host
+        self._documents = documents
         self._on_host: set[int] = set()  # objects
-        self._copied_to: int | None = None  # HOST, or the stream of the device that copies
+        self._on_host_now: bool | None = None  # where what is made now is, other than where it is made from
         self._unit: int | None = None  # what is done outside of layers is done for this one
 
     @classmethod
@@ -137,20 +108,12 @@ class Tracer(TorchDispatchMode):
         unit = self._current_unit()
         if func._overloadpacket in flop_registry:
             self.trace.flops[unit] += self.times * flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-        namespace, _, operator = name.partition("::")
-        operator = operator.split(".")[0]
-        if namespace in ("c10d", "_c10d_functional") and operator in _COLLECTIVES:
-            collective, place = _COLLECTIVES[operator]
-            group = _group(args, kwargs)
-            if group.size() > 1:
-                handed = [t for t in tree_iter(args[place]) if isinstance(t, torch.Tensor)]
-                size = sum(tensor.numel() * tensor.element_size() for tensor in handed)
-                message = Message(collective, self._dims.get(group.group_name, "other"), size, group.size())
-                self.trace.messages.setdefault(unit, Counter())[message] += self.times
+        if (message := message_of(name, args, kwargs, self._dims)) is not None:
+            self.trace.messages.setdefault(unit, Counter())[message] += self.times
 
     def _record(self, name: str, args: Any, out: Any, stream: int) -> None:
         if isinstance(out, torch.Tensor):
-            growth, unit = _NONE, self._current_unit()
+            growth, unit = 0, self._current_unit()
             if unit is None and name in ("aten::stack", "aten::cat"):
                 growth = self._growth(args[0])
             self._follow(out.untyped_storage(), name, unit, growth, stream)
@@ -161,18 +124,15 @@ class Tracer(TorchDispatchMode):
             if isinstance(result, torch.Tensor):
                 unit = self._current_unit()
                 if unit is None and len(sources) == len(results):  # an operator over all parameters
-                    unit = self._unit_of(sources[number])
+                    unit = self.unit_of(sources[number])
                 self._follow(result.untyped_storage(), name, unit, stream=stream)
 
-    def _growth(self, parts: Any) -> _Growth:
-        """Bytes of the parts that are of units of layers that are repeated."""
-        sizes: Counter[int] = Counter()
-        for part in parts:
-            if is_repeated(unit := self._unit_of(part)) and unit is not None:
-                sizes[unit // TRACED] += part.numel() * part.element_size()
-        return tuple(sizes.items())
+    def _growth(self, parts: Any) -> int:
+        """Bytes of the parts that are of the unit of layers that is repeated."""
+        return sum(part.numel() * part.element_size() for part in parts if self.unit_of(part) == REPEATED)
 
-    def _unit_of(self, tensor: torch.Tensor) -> int | None:
+    def unit_of(self, tensor: torch.Tensor) -> int | None:
+        """The unit of layers that a tensor is counted with."""
         known = self.object_of(tensor)
         return None if known is None else self._units.get(known)
 
@@ -205,30 +165,49 @@ class Tracer(TorchDispatchMode):
                 self.trace.messages.setdefault(unit, Counter())[message] += self.times * number
 
     def _stream_of_results(self, given: Sequence[torch.Tensor]) -> int:
-        if self._copied_to is not None:
-            return self._copied_to
-        if self._on_host and any(tensor.dim() > 0 and self._is_on_host(tensor) for tensor in given):
+        if self._on_host_now is not None:
+            return HOST if self._on_host_now else self._stream()
+        if self._on_host and any(tensor.dim() > 0 and self.is_on_host(tensor) for tensor in given):
             return HOST  # and so is what is computed from it, but for single numbers, which go where they are needed
         return self._stream()
 
-    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Its memory is the host's."""
         return self.object_of(tensor) in self._on_host
 
     @contextmanager
-    def copying(self, stream: int) -> Iterator[None]:
-        """What is made meanwhile is made on this stream; HOST for the host's memory."""
-        before, self._copied_to = self._copied_to, stream
+    def copying(self, *, to_host: bool) -> Iterator[None]:
+        """What is made meanwhile is made on the host, or on the device, wherever it is made from."""
+        before, self._on_host_now = self._on_host_now, to_host
         try:
             yield
         finally:
-            self._copied_to = before
+            self._on_host_now = before
+
+    @contextmanager
+    def making(self, category: str) -> Iterator[None]:
+        """What is made meanwhile is for this."""
+        before, self._purpose = self._purpose, category
+        try:
+            yield
+        finally:
+            self._purpose = before
+
+    @contextmanager
+    def working_for(self, unit: int | None) -> Iterator[None]:
+        """What happens meanwhile outside of layers is counted with this unit of them."""
+        before, self._unit = self._unit, unit
+        try:
+            yield
+        finally:
+            self._unit = before
 
     def _follow(
         self,
         storage: torch.UntypedStorage,
         operator: str,
         unit: int | None,
-        growth: _Growth = _NONE,
+        growth: int = 0,
         stream: int | None = None,
     ) -> None:
         address = storage._cdata
@@ -243,7 +222,7 @@ class Tracer(TorchDispatchMode):
         size: int,
         operator: str,
         unit: int | None,
-        growth: _Growth = _NONE,
+        growth: int = 0,
         stream: int | None = None,
     ) -> None:
         self._made += 1
@@ -251,7 +230,7 @@ class Tracer(TorchDispatchMode):
         self._record_new(size, operator, unit, growth, stream)
 
     def _record_new(
-        self, size: int, operator: str, unit: int | None, growth: _Growth = _NONE, stream: int | None = None
+        self, size: int, operator: str, unit: int | None, growth: int = 0, stream: int | None = None
     ) -> None:
         if self._purpose is not None:
             self.trace.categories[self._made] = self._purpose
@@ -284,6 +263,8 @@ class Tracer(TorchDispatchMode):
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage was given another size, as FSDP does with gathered weights: the old memory goes, new comes."""
+        if self._paused:
+            return
         address = storage._cdata
         number = self._objects.get(address)
         if number is not None:
@@ -328,84 +309,9 @@ class Tracer(TorchDispatchMode):
         finally:
             self._paused = before
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Trace what runs within, storages that change their size included; all is as before afterwards."""
-        resize = torch.UntypedStorage.resize_
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            before, result = storage.nbytes(), resize(storage, size)
-            if storage.nbytes() != before and not self._paused:
-                self.resized(storage)
-            return result
-
-        def record_event(_: Any) -> Any:
-            return torch.cpu.Event()
-
-        with ExitStack() as undo:
-            undo.callback(self._watched.clear)  # what lives on isn't followed any more
-            replaced = (
-                (torch.UntypedStorage, "resize_", resize_),
-                (torch.cpu.Stream, "record_event", record_event),
-                # DTensor makes tensors of global shapes when it only wants to know the shapes.
-                (ShardingPropagator, "_propagate_tensor_meta_non_cached", self._unseen),
-                (stage, "_make_tensor_from_meta", self._receiving),
-                (torch.Tensor, "to", self._moving),
-                (activation_offload._Saved, "__init__", self._saving),
-                (FSDPParamGroup, "unshard", partial(self._purposeful, "unsharded_parameters")),
-                (FSDPParamGroup, "wait_for_unshard", partial(self._purposeful, "unsharded_parameters")),
-                (FSDPParamGroup, "post_backward", self._reducing),
-            )
-            for owner, name, replacement in replaced:
-                original = getattr(owner, name)
-                if replacement not in (resize_, record_event):
-                    replacement = _method(replacement, original)
-                undo.callback(setattr, owner, name, original)
-                setattr(owner, name, replacement)
-            with self:
-                yield
-
-    def _unseen(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.pause():
-            return original(*args, **kwargs)
-
-    def _purposeful(self, purpose: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before, self._purpose = self._purpose, purpose
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self._purpose = before
-
-    def _moving(self, original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        device = bool(args) and isinstance(args[0], torch.device)
-        if not self._weights_on_host or not device or not isinstance(local_part(unwrapped(tensor)), FakeTensor):
-            return original(tensor, *args, **kwargs)
-        with self.copying(self._stream() if self._is_on_host(tensor) else HOST):
-            return tensor.clone()
-
-    def _saving(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        with self.copying(HOST):
-            original(*args, **kwargs)
-
-    def _receiving(self, original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What a pipeline receives into is made once, in whatever step is its first, and kept."""
-        with self.pause():
-            buffer = original(*args, **kwargs)
-        self.add(buffer, "communication", None)
-        return buffer
-
-    def _reducing(self, original: Callable[..., Any], group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
-        # Pipelines reduce all gradients at their end, layer by layer.
-        self._unit = self._unit_of(group.fsdp_params[0]._sharded_param_data) if group.fsdp_params else None
-        # Until a pipeline's last microbatch they are kept whole, in the type that they are summed in.
-        purpose = "communication" if group.reduce_grads else "gradients"
-        try:
-            result = self._purposeful(purpose, original, group, *args, **kwargs)
-        finally:
-            self._unit = None
-        if (partial_sum := group._partial_reduce_output) is not None:  # not yet summed over copies
-            self.know(partial_sum, "gradients")
-        return result
+    def forget(self) -> None:
+        """Follow nothing any more of what lives on."""
+        self._watched.clear()
 
     def know(self, tensor: torch.Tensor, category: str) -> None:
         """Say what a tensor that was seen is for."""
@@ -413,21 +319,5 @@ class Tracer(TorchDispatchMode):
             self.trace.categories[number] = category
 
 
-def _method(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs)
-
-    return method
-
-
 def _is_wrapper(kind: type) -> bool:
     return kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor)
-
-
-def _group(args: Any, kwargs: Mapping[str, Any]) -> ProcessGroup:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, str) and value.lower() not in ("sum", "max", "min", "avg", "product"):
-            return _resolve_process_group(cast(Any, value))
-        if hasattr(value, "_type") and "ProcessGroup" in str(value._type()):
-            return ProcessGroup.unbox(value)
-    raise AssertionError(f"no process group among {args}")
