@@ -19,9 +19,11 @@ def worlds() -> Iterator[Worlds]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For pytest-xdist: one process takes all tests that run in worlds, so that these are started once, the other takes
-    the rest meanwhile. Whole programs come first (tests/test_*.py), for they wait much and leave the cores free."""
-    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+    """For pytest-xdist: tests that run in worlds stay together, those of tests/distributed and all others, so that each
+    process starts its worlds once. Whole programs come first (tests/test_*.py): they wait much and leave the cores free.
+    """
+    here = Path(__file__).parent
+    items.sort(key=lambda item: item.path.parent != here)
     for item in items:
         if "worlds" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("worlds"))
+            item.add_marker(pytest.mark.xdist_group(f"worlds {item.path.parent == here / 'distributed'}"))

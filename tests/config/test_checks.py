@@ -98,16 +98,15 @@ class TestCustomImport:
     def test_registers_a_dataset(self, load: Load, mistakes: Mistakes, monkeypatch: pytest.MonkeyPatch) -> None:
         from titan.data import sources
 
-        others = {name: factory for name, factory in sources._factories.items() if name != "rhymes"}
-        monkeypatch.setattr(sources, "_factories", others)
-        Path("my_rhymes.py").write_text(
-            "from titan.data.sources import register_dataset\nregister_dataset('rhymes', lambda training: None)\n"
+        monkeypatch.setattr(sources, "_factories", dict(sources._factories))
+        Path("my_verses.py").write_text(
+            "from titan.data.sources import register_dataset\nregister_dataset('verses', lambda training: None)\n"
         )
-        (mistake,) = mistakes("", "--training.dataset=rhymes")
-        assert "training.dataset = 'rhymes' isn't a dataset" in mistake
-        load("", "--experimental.custom_import=my_rhymes", "--training.dataset=rhymes")
-        (mistake,) = mistakes("", "--experimental.custom_import=my_rhymes", "--training.dataset=rhyme")
-        assert "Did you mean rhymes?" in mistake
+        (mistake,) = mistakes("", "--training.dataset=verses")
+        assert "training.dataset = 'verses' isn't a dataset" in mistake
+        load("", "--experimental.custom_import=my_verses", "--training.dataset=verses")
+        (mistake,) = mistakes("", "--experimental.custom_import=my_verses", "--training.dataset=verse")
+        assert "Did you mean verses?" in mistake
 
     def test_that_fails(self, mistakes: Mistakes) -> None:
         Path("my_broken.py").write_text("1 / 0\n")
