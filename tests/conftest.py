@@ -19,8 +19,8 @@ def worlds() -> Iterator[Worlds]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For pytest-xdist: tests that run in worlds stay together, those of tests/distributed and all others, so that each
-    process starts its worlds once. Whole programs come first (tests/test_*.py): they wait much and leave the cores free.
+    """For pytest-xdist: of what runs in worlds, tests/distributed stays together, and so do all others, so that a process
+    starts its worlds once. Whole programs come first (tests/test_*.py): they wait much, and leave the cores free.
     """
     here = Path(__file__).parent
     items.sort(key=lambda item: item.path.parent != here)
