@@ -19,7 +19,7 @@ def worlds() -> Iterator[Worlds]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For pytest-xdist: of what runs in worlds, tests/distributed stays together, and so do all others, so that a process
+    """For pytest-xdist: what runs in worlds stays together, tests/distributed and all others apart, so that a process
     starts its worlds once. Whole programs come first (tests/test_*.py): they wait much, and leave the cores free.
     """
     here = Path(__file__).parent

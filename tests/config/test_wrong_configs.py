@@ -66,6 +66,10 @@ WRONG: list[tuple[str, list[str]]] = [
         "--checkpoint.create_seed_checkpoint --checkpoint.enable --checkpoint.load_only",
         ["create_seed_checkpoint", "nothing is saved with checkpoint.load_only = true"],
     ),
+    (
+        "--metrics.rank_log_folder=ranks --checkpoint.enable --checkpoint.load_only",
+        ['metrics.rank_log_folder = "ranks"', "checkpoint.load_only = true writes nothing; leave one of them out"],
+    ),
     ("--checkpoint.initial_load_in_hf", ["initial_load_in_hf = true: from where?", "model.hf_assets_path"]),
     (
         "--checkpoint.initial_load_in_hf --checkpoint.initial_load_path=. --checkpoint.no_initial_load_model_only",

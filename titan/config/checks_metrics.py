@@ -21,7 +21,16 @@ def _layer_norms(config: JobConfig, world_size: int) -> Mistakes:
         )
 
 
+def _rank_logs(config: JobConfig, world_size: int) -> Mistakes:
+    if config.metrics.rank_log_folder is not None and config.checkpoint.load_only:
+        yield (
+            f'metrics.rank_log_folder = "{config.metrics.rank_log_folder}" is in job.dump_folder, in which '
+            "checkpoint.load_only = true writes nothing; leave one of them out"
+        )
+
+
 RULES = (
     Rule(_wandb, ("metrics.enable_wandb",), local=True),
     Rule(_layer_norms, ("metrics.layer_norms", "optimizer.early_step_in_backward")),
+    Rule(_rank_logs, ("metrics.rank_log_folder", "checkpoint.load_only")),
 )

@@ -157,9 +157,7 @@ def validation_text(config: JobConfig) -> Training:
 def rank_log(config: JobConfig, rank: int) -> Path | None:
     """The file that a rank keeps its log in; None when it keeps none."""
     folder = config.metrics.rank_log_folder
-    if folder is None or config.checkpoint.load_only:
-        return None
-    return Path(config.job.dump_folder) / folder / f"rank_{rank}.log"
+    return None if folder is None else Path(config.job.dump_folder) / folder / f"rank_{rank}.log"
 
 
 def keeps_reduced_gradients(job: JobConfig, batch_degree: int) -> bool:
