@@ -19,11 +19,10 @@ def worlds() -> Iterator[Worlds]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For pytest-xdist: what runs in worlds stays together, tests/distributed and all others apart, so that a process
-    starts its worlds once. Whole programs come first (tests/test_*.py): they wait much, and leave the cores free.
+    """For pytest-xdist: one process takes all that runs in worlds, so that these are started once, the other takes the
+    rest meanwhile. Whole programs come first (tests/test_*.py): they wait much, and leave the cores free.
     """
-    here = Path(__file__).parent
-    items.sort(key=lambda item: item.path.parent != here)
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
     for item in items:
         if "worlds" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group(f"worlds {item.path.parent == here / 'distributed'}"))
+            item.add_marker(pytest.mark.xdist_group("worlds"))

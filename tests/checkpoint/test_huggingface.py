@@ -339,6 +339,7 @@ def _float8(source: str, target: str) -> None:
     save_weights(target, LiveWeights(live(run)), ranks, sizes=sizes, hf=HUGGING_FACE, tokenizer_path="tiny")
 
 
+@pytest.mark.slow
 def test_float8_weights_are_stored_as_they_are_kept(worlds: Worlds, tmp_path: Path) -> None:
     model = strong_model(SPEC.flavors["sixteens"])
     export(model, tmp_path / "source")

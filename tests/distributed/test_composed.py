@@ -87,7 +87,13 @@ def test_tp_norm_grad_replicated_weights_do_not_drift(worlds: Worlds, layout: La
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(Layout(tp=2), marks=pytest.mark.slow), Layout(cp=2, extra=RING), Layout(pp=2)], ids=str
+    "layout",
+    [
+        pytest.param(Layout(tp=2), marks=pytest.mark.slow),
+        pytest.param(Layout(cp=2, extra=RING), marks=pytest.mark.slow),
+        Layout(pp=2),
+    ],
+    ids=str,
 )
 def test_compiled_blocks_follow_the_eager_ones(worlds: Worlds, layout: Layout) -> None:
     """Each block as one graph without breaks, or compiling fails; the backend keeps eager's arithmetic."""

@@ -196,6 +196,8 @@ DEAR = [
     Layout(dp=2, tp=2, accumulate=2),
     Layout(dp=2, tp=2, special="tied_deep"),
     Layout(tp=2, cp=2, extra=RING),
+    Layout(pp=2, cp=2, extra=(*schedule("DualPipeV"), *RING)),
+    Layout(pp=2, cp=2, dp=2),
 ]
 
 

@@ -153,6 +153,7 @@ def test_one_process(compiled: bool) -> None:
     assert measure(*layout) == expect(*layout)
 
 
+@pytest.mark.slow
 def test_a_memory_budget_lies_between_none_and_full() -> None:
     kept_with: dict[float, int] = {}
     for budget in (1.0, 0.5, 0.0):

@@ -85,6 +85,7 @@ def test_tp_async_pass_fuses_every_gather_and_reduce_scatter_it_can(worlds: Worl
         assert (after["fused_all_gather_matmul"], after["fused_matmul_reduce_scatter"]) == (2, 0)
 
 
+@pytest.mark.slow
 def test_without_sequence_parallel_there_is_nothing_to_fuse(worlds: Worlds) -> None:
     for found in worlds(2).run(fused_operators, False):
         for _, after in found.values():

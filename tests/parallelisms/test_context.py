@@ -355,6 +355,7 @@ def compiled_errors() -> dict[str, tuple[float, int, int]]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_cp_compiled_blocks_equal_eager_ones(worlds: Worlds) -> None:
     """Each block one graph, which all blocks share."""
     assert UNTIED.n_layers > 1

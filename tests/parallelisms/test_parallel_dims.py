@@ -53,6 +53,7 @@ def wait_for_a_late_rank() -> tuple[str, float]:
     return "", time.monotonic() - start
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_la_timeouts_hold_for_every_group_but_that_of_checkpoints(worlds: Worlds) -> None:
     error, seconds = worlds(2).run(wait_for_a_late_rank)[0]

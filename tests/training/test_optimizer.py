@@ -107,7 +107,7 @@ def test_adamw_first_step_by_hand() -> None:
     assert model.weight.flatten().tolist() == pytest.approx([1 * 0.999 - 0.01, -2 * 0.999 + 0.01], abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize("name", [pytest.param("Adam", marks=pytest.mark.slow), "AdamW"])
 def test_opt_impl_all_three_give_the_same_losses(
     worlds: Worlds, name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
