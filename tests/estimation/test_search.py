@@ -16,13 +16,13 @@ from titan.estimation.estimate import RankEstimate
 from titan.estimation.from_config import layout_of
 from titan.estimation.hardware import PROFILES, find_hardware
 from titan.estimation.methods import METHODS, Method
-from titan.estimation.search import TIE, Candidate, find_layouts
+from titan.estimation.search import TIE, Candidate, best_first, fitting_layouts
 from titan.estimation.search_report import explain, search
 
 
 def best(*arguments: str, ranks: int) -> list[Candidate]:
     config = load_and_check(arguments, 1).config
-    return find_layouts(config, ranks, PROFILES["h100"])
+    return best_first(fitting_layouts(config, ranks, PROFILES["h100"]))
 
 
 def test_8b_on_8_is_fsdp() -> None:
@@ -88,7 +88,7 @@ def test_the_file_that_it_writes_is_the_layout(
     printed = capsys.readouterr().out
     assert "best first" in printed and f"written to {target}" in printed
     found = load_and_check([f"--job.config_file={target}"], ranks)
-    layout = find_layouts(loaded.config, ranks, PROFILES["h100"])[0].layout
+    layout = best_first(fitting_layouts(loaded.config, ranks, PROFILES["h100"]))[0].layout
     assert loaded.config.training.global_batch_size in (-1, layout.windows_per_step)
     written = layout_of(found.config, ranks)
     assert (written.stages, written.rows, written.microbatches, written.accumulation, written.reshard) == (

@@ -146,7 +146,7 @@ class CheckpointManager:
             UserError, RuntimeError: what `save` raises, when the save in flight failed.
         """
         settings = self._settings
-        if not settings.enable or settings.load_only:
+        if not self.may_be_due(step, last=last):
             return False
         if self._in_flight is not None and (last or self._ranks.agree(self._in_flight.writing.done)):
             self._land()

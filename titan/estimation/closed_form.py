@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from titan.config.job_config import JobConfig
 from titan.estimation.communication import shares_a_border, traffic_of_rank
-from titan.estimation.estimate import CATEGORIES, Moment, RankEstimate
+from titan.estimation.estimate import CATEGORIES, Moment, RankEstimate, rank_name
 from titan.estimation.flops import hardware_flops
 from titan.estimation.from_config import layout_of
 from titan.estimation.groups import Group, groups_of, stage_numbers
@@ -39,7 +39,7 @@ def estimate(layout: Layout) -> list[RankEstimate]:
     estimates = []
     for rank, stages in enumerate(layout.stages):
         where, breakdown = peak(layout, rank)
-        name = "every rank" if layout.pp == 1 else f"pp {rank} (stages {', '.join(map(str, numbers[rank]))})"
+        name = "every rank" if layout.pp == 1 else rank_name(rank, numbers[rank])
         estimates.append(
             RankEstimate(
                 name=name,

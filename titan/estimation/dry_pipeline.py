@@ -177,11 +177,10 @@ def holding_what_is_sent(job: JobConfig, short: Shortened) -> Iterator[None]:
     if job.estimation.compat is not None:  # torch's schedules of then waited after each action
         yield
         return
-    waits_soon = job.parallelism.pipeline_parallel_schedule in ("GPipe", "1F1B")
 
     def hold(tensor: torch.Tensor) -> _Sending:
         first = short.actions is not None and short.actions.current == 0
-        if waits_soon or not first or short.planned == short.total:
+        if not first or short.planned == short.total:
             return _Sending(tensor)
         return _Sending(tensor, tensor.new_empty(short.total - short.planned, *tensor.shape))
 

@@ -62,6 +62,11 @@ class Moment:
         return sum(self.alive.values())
 
 
+def rank_name(rank: int, stages: Sequence[int]) -> str:
+    """How a rank of a pipeline is called, by the numbers of its stages. Both methods' estimates are matched by it."""
+    return f"pp {rank} (stages {', '.join(map(str, stages))})"
+
+
 @dataclass(frozen=True)
 class RankEstimate:
     """A step of one rank; of a pipeline's ranks those that differ have one each.

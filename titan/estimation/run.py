@@ -43,7 +43,7 @@ def make_report(loaded: LoadedConfig, world_size: int) -> Report:
     return Report(
         config=config,
         world_size=world_size,
-        parameters=_parameters(config) if layout is None else layout.model.parameters,
+        parameters=_count_parameters(config) if layout is None else layout.model.parameters,
         layout=layout,
         hardware=hardware,
         ranks=ranks,
@@ -55,11 +55,11 @@ def make_report(loaded: LoadedConfig, world_size: int) -> Report:
     )
 
 
-def _parameters(config: JobConfig) -> int:
+def _count_parameters(config: JobConfig) -> int:
     """Of a model without a closed form."""
-    from titan.training.step import build_model  # needs torch
+    from titan.training.step import count_parameters  # needs torch
 
-    return sum(parameter.numel() for parameter in build_model(config).parameters())
+    return count_parameters(config)
 
 
 def estimate(loaded: LoadedConfig, world_size: int) -> int:
@@ -75,12 +75,19 @@ def estimate(loaded: LoadedConfig, world_size: int) -> int:
     for line in [*(f"warning: {warning}" for warning in loaded.warnings), *lines(report)]:
         print(line)
     if (target := loaded.config.estimation.json) is not None:
-        text = json.dumps(report.as_json(), indent=2) + "\n"
-        with refused_by_system(f'estimation.json = "{target}"'):
-            Path(target).expanduser().write_text(text, encoding="utf-8")
+        write_target("json", target, json.dumps(report.as_json(), indent=2) + "\n")
     if (target := loaded.config.estimation.html) is not None:
         from titan.estimation.picture import estimate_page
 
-        with refused_by_system(f'estimation.html = "{target}"'):
-            Path(target).expanduser().write_text(estimate_page(report), encoding="utf-8")
+        write_target("html", target, estimate_page(report))
     return 0 if report.fits else DOESNT_FIT_STATUS
+
+
+def write_target(name: str, target: str, text: str) -> None:
+    """Write what `estimation.<name>` asks for to the file that it names.
+
+    Raises:
+        UserError: the file can't be written.
+    """
+    with refused_by_system(f'estimation.{name} = "{target}"'):
+        Path(target).expanduser().write_text(text, encoding="utf-8")

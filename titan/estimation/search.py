@@ -79,15 +79,6 @@ class Candidate:
         )
 
 
-def find_layouts(config: JobConfig, world_size: int, hardware: Hardware) -> list[Candidate]:
-    """The best layouts that fit, in order.
-
-    Raises:
-        UserError: the model's blocks aren't like Llama's.
-    """
-    return best_first(fitting_layouts(config, world_size, hardware))
-
-
 def fitting_layouts(config: JobConfig, world_size: int, hardware: Hardware) -> list[Candidate]:
     """All layouts that fit, the fastest first.
 

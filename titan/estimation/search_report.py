@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan.config import checks
-from titan.config.errors import UserError, refused_by_system
+from titan.config.errors import UserError
 from titan.config.fields import value_of
 from titan.config.given import COMMAND_LINE
 from titan.config.job_config import JobConfig
@@ -19,11 +19,9 @@ from titan.config.toml_text import toml_value
 from titan.estimation.changes import Change, with_settings
 from titan.estimation.hardware import GIB, Hardware, find_hardware
 from titan.estimation.methods import METHODS
-from titan.estimation.run import make_report
+from titan.estimation.run import DOESNT_FIT_STATUS, make_report, write_target
 from titan.estimation.search import TIE, Candidate, best_first, fitting_layouts, frontier, layers_per_stage
 from titan.estimation.time import BAND, rounded
-
-NOTHING_FITS_STATUS = 3
 
 
 def settings_of(config: JobConfig, candidate: Candidate) -> Change:
@@ -58,7 +56,7 @@ def search(loaded: LoadedConfig, world_size: int) -> int:
     """Print the best layouts, why the first is the first, and write it where estimation.search_output says.
 
     Returns:
-        0, or NOTHING_FITS_STATUS.
+        0, or DOESNT_FIT_STATUS.
 
     Raises:
         UserError: the model's blocks aren't like Llama's, the config cuts the pipeline by hand, or the file can't be
@@ -79,7 +77,7 @@ def search(loaded: LoadedConfig, world_size: int) -> int:
         for note in notes:
             print(note)
         print(f"{model}: no layout fits; more ranks, or less per rank")
-        return NOTHING_FITS_STATUS
+        return DOESNT_FIT_STATUS
     layout = ranked[0].layout
     print(
         f"{model}, {layout.windows_per_step:,} windows of {layout.seq_len:,} tokens a step; best first, ± {BAND:.0%}:"
@@ -87,20 +85,17 @@ def search(loaded: LoadedConfig, world_size: int) -> int:
     for number, found in enumerate(ranked, start=1):
         speed, memory = rounded(found.tokens_per_second), found.reserved / GIB
         print(f"{number:3}. {speed:>8} tokens/s per GPU  {memory:6.1f} GiB  {found}")
-    for line in [*notes, *explain(ranked), *_on_frontier(fitting)]:
+    why = list(explain(ranked))
+    for line in [*notes, *why, *_on_frontier(fitting)]:
         print(line)
     if (target := config.estimation.html) is not None:
         from titan.estimation.picture import search_page
 
         winner = replace(loaded, config=with_settings(config, settings_of(config, ranked[0])))
-        text = search_page(fitting, ranked, list(explain(ranked)), make_report(winner, world_size))
-        with refused_by_system(f'estimation.html = "{target}"'):
-            Path(target).expanduser().write_text(text, encoding="utf-8")
+        write_target("html", target, search_page(fitting, ranked, why, make_report(winner, world_size)))
         print(f"picture written to {target}")
     if (target := config.estimation.search_output) is not None:
-        text = as_toml(loaded, ranked[0], Path(target))
-        with refused_by_system(f'estimation.search_output = "{target}"'):
-            Path(target).expanduser().write_text(text, encoding="utf-8")
+        write_target("search_output", target, as_toml(loaded, ranked[0], Path(target)))
         print(f"written to {target}")
     return 0
 

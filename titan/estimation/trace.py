@@ -12,7 +12,7 @@ from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
 from titan.estimation.dry_pipeline import planned_microbatches
 from titan.estimation.dry_step import trace_step
-from titan.estimation.estimate import CATEGORIES, RankEstimate, Traffic
+from titan.estimation.estimate import CATEGORIES, RankEstimate, Traffic, rank_name
 from titan.estimation.events import Place, Trace
 from titan.estimation.history import History
 from titan.estimation.peak import classify, find_peak
@@ -96,7 +96,7 @@ def _kinds(job: JobConfig, world_size: int) -> Iterator[_Kind]:
     for ranks in alike.values():
         worst = max(ranks, key=in_flight.__getitem__)  # what else they do is the same
         yield _Kind(
-            name=f"pp {worst} (stages {', '.join(map(str, numbers[worst]))})",
+            name=rank_name(worst, numbers[worst]),
             rank=worst * each,
             ranks=each * len(ranks),
             layers=sum(name in modules.layers for number in numbers[worst] for name in stages[number]),

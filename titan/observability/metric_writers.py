@@ -88,6 +88,11 @@ class ValidationMetrics:
         return ValidationMetrics(loss, perplexity, bits)
 
 
+def numbers(values: MetricValues) -> dict[str, float]:
+    """Without those that are unknown, or no numbers: what places take that have nothing else."""
+    return {key: value for key, value in values.items() if value is not None and not isinstance(value, str)}
+
+
 class Writer(Protocol):
     """A place that numbers go to."""
 
@@ -146,8 +151,8 @@ class TensorBoardWriter:
 
     def write(self, step: int, values: MetricValues) -> None:
         """Add a point to each scalar, at the time of the values."""
-        for key, value in values.items():
-            if key != "time" and value is not None and not isinstance(value, str):
+        for key, value in numbers(values).items():
+            if key != "time":
                 self._writer.add_scalar(key, value, step, walltime=values["time"])
         self._writer.flush()
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
 from titan.observability.device import Device
 from titan.parallelisms.parallel_dims import ParallelDims
+
+if TYPE_CHECKING:
+    from titan.estimation.layout import Layout
 
 _GIB = 2**30
 
@@ -70,18 +74,16 @@ def _predict(config: JobConfig, dims: ParallelDims, pp_rank: int, device: Device
     memory = (
         f"predicted: {most.name} reserves up to {most.peak_reserved_bytes / _GIB:.1f}{of} GiB, peak at {most.peak_at}"
     )
-    return Prediction([memory, _speed(config, dims, device)], ranks[pp_rank].peak_reserved_bytes)
+    return Prediction([memory, _speed(layout, device)], ranks[pp_rank].peak_reserved_bytes)
 
 
-def _speed(config: JobConfig, dims: ParallelDims, device: Device) -> str:
-    from titan.estimation.from_config import layout_of
+def _speed(layout: Layout, device: Device) -> str:
     from titan.estimation.hardware import find_hardware
     from titan.estimation.time import BAND, banded, step_time
 
     profile = device.hardware_profile()
     if profile is None:
         return f"no prediction of speed: no hardware profile is of {device.name}"
-    layout = layout_of(config, dims.world_size)
     seconds = step_time(layout, find_hardware(profile)).seconds
     speed = layout.windows_per_step * layout.seq_len / layout.world_size / seconds
     return f"predicted: {banded(seconds)} s per step, {banded(speed)} tokens/s per device, ± {BAND:.0%}"

@@ -20,13 +20,12 @@ import torch
 import torch.distributed as dist
 
 from titan.checkpoint.storage import is_url
-from titan.config.derived import model_sizes
 from titan.config.errors import UserError
 from titan.config.job_config import JobConfig
-from titan.models.spec import model_families
 from titan.observability.device import Device, driver_versions, matmul_seconds, variables_of_libraries
 from titan.observability.logging import logger
 from titan.observability.preflight_findings import Report, find
+from titan.training.step import count_parameters
 
 _MANY = 8  # ranks; a job of more has hosts, or people, enough to differ
 _MARK = ".preflight"
@@ -49,7 +48,8 @@ def preflight(config: JobConfig, device: Device) -> None:
     reports: list[Report] = [None] * dist.get_world_size()  # type: ignore[list-item]
     dist.all_gather_object(reports, _examine(config, device, folder))
     saves_there = config.checkpoint.enable and not is_url(config.checkpoint.folder)
-    findings = find(reports, folder, config.comm, _checkpoint_bytes(config) if saves_there else 0)
+    checkpoint_bytes = _BYTES_PER_PARAMETER * count_parameters(config) if saves_there else 0
+    findings = find(reports, folder, config.comm, checkpoint_bytes)
     if findings.errors:
         raise UserError("\n  ".join(["preflight:", *findings.errors]) if findings.errors[1:] else findings.errors[0])
     if dist.get_rank() == 0:
@@ -163,9 +163,3 @@ def _digest_of_titan() -> str:
         if path.exists():
             digest.update(str(path.relative_to(package.parent)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:10]
-
-
-def _checkpoint_bytes(config: JobConfig) -> int:
-    with torch.device("meta"):
-        model = model_families()[config.model.name].build(model_sizes(config))
-    return _BYTES_PER_PARAMETER * sum(parameter.numel() for parameter in model.parameters())

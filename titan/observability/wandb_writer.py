@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.observability.logging import logger
+from titan.observability.metric_writers import numbers
 
 _CONNECT_SECONDS = 30
 _FINISH_SECONDS = 60
@@ -46,9 +47,8 @@ class WandbWriter:
         """
         if self._run is None or step < self._run.starting_step:
             return
-        numbers = {key: value for key, value in values.items() if value is not None and not isinstance(value, str)}
         try:
-            self._run.log(numbers, step=step)
+            self._run.log(numbers(values), step=step)
         except Exception as error:
             self._give_up(error)
 

@@ -172,6 +172,11 @@ def build_model(config: JobConfig, sizes: Any = None) -> nn.Module:
     return model
 
 
+def count_parameters(config: JobConfig) -> int:
+    """Of the whole model; a tied weight counts once."""
+    return sum(parameter.numel() for parameter in build_model(config).parameters())
+
+
 def build_stages(model: nn.Module, config: JobConfig, dims: ParallelDims, device: torch.device) -> Stages:
     """Spread a model of `build_model` over the ranks, before its weights have memory."""
     family = model_families()[config.model.name]
